@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from streamloader.engine.arena import Arena
 from streamloader.format.manifest import Manifest
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
@@ -166,6 +167,14 @@ def assert_threads_end() -> None:
     while (left := our_threads()) and time.monotonic() < until:  # one may start another before it is told to end
         left[0].join(1)
     assert our_threads() == []
+
+
+def assert_free(arena: Arena, before: int) -> None:
+    """Assert that no more memory is allocated than before, once jobs that nobody waits for have ended."""
+    until = time.monotonic() + 60
+    while arena.allocated > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert arena.allocated <= before
 
 
 def equal(tensor: torch.Tensor, array: np.ndarray[Any, Any]) -> None:

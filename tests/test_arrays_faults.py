@@ -2,10 +2,10 @@
 
 import json
 import shutil
+import threading
 import warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +18,15 @@ from zarr_stores import STORES, anchors, samples_of, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.engine.fetcher import Fetcher, PassEnded
+from streamloader.engine import fetcher as fetcher_module
+from streamloader.engine.executor import Executor
+from streamloader.engine.fetcher import Attempt, Fetcher, Hedging, Pace
+from streamloader.engine.memory import Budget, Memory
+from streamloader.loader.arguments import Source, open_dataset
+from streamloader.order.schedule import BlockRef
+from streamloader.stats import Counters
 from streamloader.storage import open_store
+from streamloader.storage.retry import Request
 
 TIME = {"sample_axis": "time", "batch_size": 2}
 
@@ -304,16 +311,33 @@ def test_a_changed_declaration_does_not_load_a_state():
             sl.StreamingDataset(url_of("xarray3.zarr"), **(options | change)).load_state_dict(state)
 
 
-def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot():
+def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeypatch):
     """Its slot may belong to another block by then, which would get the regions of this one."""
-    opened: list[str] = []
+    dataset = open_dataset(Source(url_of("xarray3.zarr"), sample_axis="time"))
+    budget, executor = Budget(slots=1, threads=2, bytes=1 << 30, body_bytes=1 << 30), Executor()
+    memory = Memory.of(dataset.layouts, 4, budget, Counters(), executor.arena)
+    fetch, begun, resume = fetcher_module.fetch_body, threading.Event(), threading.Event()
 
-    def dropped(*_):
-        raise PassEnded
+    def fetch_late(*args):
+        begun.set()
+        assert resume.wait(300)
+        return fetch(*args)
 
-    arena = SimpleNamespace(open_regions=lambda *_: opened.append("x"), fills_batches=False, claim=lambda _: 0)
-    stub = SimpleNamespace(_fetch=dropped, _memory=arena, _damaged=dropped, _decode_regions=None, _decode_rows=None)
-    piece = SimpleNamespace(block=SimpleNamespace(ref=SimpleNamespace(start=0, stop=4, ticket=0)), field=None)
-    with pytest.raises(PassEnded):
-        Fetcher._fill(stub, piece, 1)
-    assert not opened
+    monkeypatch.setattr(fetcher_module, "fetch_body", fetch_late)
+    with closing(Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)) as fetcher:
+        memory.blocks.reserve(0)
+        fetcher.load(BlockRef(0, 0, 4))
+        assert begun.wait(300)
+        with fetcher._changed:
+            late = Attempt(next(iter(fetcher._pieces)), 1, Request(0.0, 0.0))
+            late.piece.requests += 1
+            fetcher._busy += 1
+        resume.set()
+        assert fetcher.wait(0) is None
+        fetcher.forget(0)
+        memory.blocks.release(0)
+        memory.blocks.reserve(1)
+        slot = memory.blocks.claim(1)
+        late.memory[:] = [memoryview(bytearray(1 << 20))]
+        fetcher._received(late, (1 << 20, 1.0), None)
+        assert all(regions._blocks[slot] is None for regions in memory.blocks.regions.values())

@@ -314,7 +314,7 @@ def test_closing_in_the_middle_leaves_no_thread_and_no_memory(case, begun, folde
     datasets.assert_threads_end()
     del iterator, ds
     gc.collect()
-    assert arena.allocated <= before
+    datasets.assert_free(arena, before)
 
 
 def test_deleting_an_iterator_frees_its_memory(folder):
@@ -330,7 +330,7 @@ def test_deleting_an_iterator_frees_its_memory(folder):
             del iterator, ds, batch
             while our_threads():
                 our_threads()[0].join(1)
-            assert arena.allocated <= before
+            datasets.assert_free(arena, before)
 
 
 def test_batches_that_are_kept_are_not_written_again(folder):

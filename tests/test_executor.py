@@ -241,7 +241,7 @@ def ask(callback: Callable[..., Any], count: int) -> list[Any]:
 
 
 @BOTH
-def test_callbacks_run_in_the_calling_thread(executors, workers):
+def test_callbacks_run_in_the_calling_process(executors, workers):
     given: list[int] = []
 
     def called(array: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversions import wait_for
 from datasets import within
 from PIL import Image
 
@@ -20,9 +19,10 @@ from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
+from streamloader.engine import fetcher as fetcher_module
 from streamloader.engine.arena import Arena
 from streamloader.engine.executor import Executor
-from streamloader.engine.fetcher import Fetcher, Hedging, LoadingBlock, Pace, Piece
+from streamloader.engine.fetcher import Fetcher, Hedging, Pace
 from streamloader.engine.memory import Budget, Buffers, Memory
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
@@ -100,15 +100,15 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=64, layout=Layout(codec="none")) as out:
         for i in range(64):
             out.write({"x": bytes([i]) * (1 << 20)})
-    request, arrived, resume = Fetcher._request, threading.Event(), threading.Event()
+    fetch, arrived, resume = fetcher_module.fetch_items, threading.Event(), threading.Event()
 
-    def request_and_wait(self: Fetcher, *args: Any) -> memoryview:
-        body = request(self, *args)
+    def fetch_and_wait(*args: Any) -> Any:
+        items = fetch(*args)
         arrived.set()
         resume.wait(300)
-        return body
+        return items
 
-    monkeypatch.setattr(Fetcher, "_request", request_and_wait)
+    monkeypatch.setattr(fetcher_module, "fetch_items", fetch_and_wait)
     dataset = open_source(Source(tmp_path / "d"))
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
     executor, limits = Executor(), (Pace(1), Hedging())
@@ -135,28 +135,21 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     executor = Executor()
     memory = Memory.of(dataset.layouts, 8, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)
-    runs, load_field, request = FieldReader.runs, Fetcher._load_field, Fetcher._request
-    begun = threading.Event(), threading.Event()  # the two blocks, the first one's requests before those of the second
+    runs, fetch = FieldReader.runs, fetcher_module.fetch_items
+    queued = threading.Event()
 
-    def load_one_after_the_other(self: Fetcher, block: LoadingBlock, name: str) -> None:
-        if block.ref.ticket:
-            begun[1].set()
-        assert begun[not block.ref.ticket].wait(300)
-        load_field(self, block, name)
-
-    def request_late(self: Fetcher, piece: Piece, number: int) -> memoryview:
-        if piece.run.first_sample == 0:
-            begun[0].set()
-            wait_for(lambda: fetcher._unpacking or fetcher._blocks[0].left == 1)
-        return request(self, piece, number)
+    def fetch_late(*args: Any) -> Any:
+        assert queued.wait(300)
+        return fetch(*args)
 
     monkeypatch.setattr(FieldReader, "runs", lambda self, start, stop: runs(self, start, stop, 1))  # one a sample
-    monkeypatch.setattr(Fetcher, "_load_field", load_one_after_the_other)
-    monkeypatch.setattr(Fetcher, "_request", request_late)
+    monkeypatch.setattr(fetcher_module, "fetch_items", fetch_late)
     with closing(fetcher):
         for ticket in range(2):
             memory.blocks.reserve(ticket)
+        for ticket in (1, 0):  # the threads begin with the later one
             fetcher.load(BlockRef(ticket, 8 * ticket, 8 * ticket + 8))
+        queued.set()
         assert in_thread(partial(fetcher.wait, 0)).result(300) is None
         fetcher.forget(0)
         memory.blocks.release(0)

@@ -24,6 +24,7 @@ from folder_server import folder_server
 from worker_tasks import servers_of, workers_of
 
 import streamloader as sl
+from streamloader.engine.arena import Arena
 from streamloader.engine.executor import Executor
 from streamloader.errors import EngineError, ForkError
 
@@ -198,9 +199,8 @@ def closed(url: str) -> None:
     """Close a dataset whose transform waits in a worker, and look what is left."""
     options: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
     list(sl.NumpyDataset(url, **options))
-    gc.collect()
     arena = Executor(2).arena
-    before = arena.allocated
+    wait_until_free(arena)
     ds = sl.NumpyDataset(url, transform=worker_tasks.Waiting(os.getpid()), **options)
     waiting = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: waiting.set())
@@ -212,8 +212,16 @@ def closed(url: str) -> None:
     left = [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
     for thread in left:
         thread.join(60)
-    gc.collect()
-    say({"threads": [thread.name for thread in left if thread.is_alive()], "memory": arena.allocated - before})
+    wait_until_free(arena)
+    say({"threads": [thread.name for thread in left if thread.is_alive()], "memory": arena.allocated})
+
+
+def wait_until_free(arena: Arena) -> None:
+    """Wait until jobs that nobody waits for have ended."""
+    until = time.monotonic() + 60
+    while arena.allocated and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
 
 
 def after_a_hang(url: str) -> None:

@@ -113,14 +113,6 @@ class Dataset:
             return self.readers[name].runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
 
-    def block_bytes(self, name: str, start: int, stop: int) -> int:
-        """Return the bytes that a block takes in memory: an estimate, from the chunk table, of its decoded chunks."""
-        if self.arrays is not None:
-            return self.region_readers[name].block_bytes(start, stop)
-        layout = self.layouts[name]
-        stored = sum(int((run.stop - run.start) * run.share) for run in self._field_runs(name, start, stop))
-        return stored * max(1, layout.nbytes) // max(1, layout.stored)
-
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the readers."""
         return {name: value for name, value in self.__dict__.items() if not name.endswith("readers")}

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
-from streamloader.engine.executor import Executor
+from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, PassEnded, sleeper
 from streamloader.engine.memory import (
     ITEM_BYTES,
@@ -43,7 +43,7 @@ from streamloader.engine.memory import (
     allowance,
     in_slots,
 )
-from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
+from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
@@ -129,8 +129,8 @@ class Engine:
             seed=plan.seed,
         )
         # before other threads start, since it raises for an invalid transform
-        stages = Stages(options, memory, self.executor)
         fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory, self.executor)
+        stages = Stages(options, memory, self.executor, fetcher.fail)
         planned = plans(plan._replace(held=not streamed), self.executor.call, endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
         self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
@@ -374,10 +374,10 @@ class Run:
         self._upcoming = first
         self._transform = transform  # kept alive here, since threads have a weak reference
         self._endless = endless
-        assembler, planner = (WorkerThreads(name, 1) for name in ("assemble", "plan"))
-        self.close = finalize(self, _end, core, assembler, planner)
-        assembler.submit(core.run, core.fail)
-        planner.submit(core.plans.run, core.fail)
+        threads = Threads("assemble", 2, core.fail)
+        self.close = finalize(self, _end, core, threads)
+        threads.run(core.run)
+        threads.run(core.plans.run)
 
     @property
     def alive(self) -> bool:
@@ -395,10 +395,9 @@ class Run:
         return Pipeline(self)
 
 
-def _end(core: Assembler, *workers: WorkerThreads) -> None:
+def _end(core: Assembler, threads: Threads) -> None:
     core.close()
-    for threads in workers:
-        threads.close()
+    threads.close()
 
 
 class Pipeline:

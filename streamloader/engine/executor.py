@@ -1,9 +1,10 @@
 """Runs functions in the threads of this process, or in worker processes on shared memory.
 
-`Executor.call` returns the result of a function. With workers, the calling thread sends the function and its arguments
-over a socket of its own to a thread of a worker, and waits for the response. Arrays in the arena are sent by reference,
-so functions read and write the same memory in both cases. A function must only write to memory that its caller reserved
-for it, and give the same result when it is called again: if a worker is killed, its calls are repeated in another one.
+`Executor.jobs` returns what runs jobs: `Threads`, or `Calls` with workers. `Calls` sends a job's function and arguments
+over a socket to a thread of a worker, which runs one job at a time. One thread of this process receives the results of
+all jobs, and calls what their owners want to be called. Arrays in the arena are sent by reference, so functions read
+and write the same memory in both cases. A function must only write to memory that its caller reserved for it, and give
+the same result when it is called again: if a worker is killed, its jobs are repeated in another one.
 
 Workers are shared by all executors of a process, and end with it. A server, which is started by exec, forks them.
 """
@@ -27,13 +28,16 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from multiprocessing import current_process, spawn
 from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,7 +45,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
 from streamloader.errors import EngineError, StreamloaderError, message
-from streamloader.storage.process import PerProcess
+from streamloader.storage.process import PerProcess, finalize, result_of, take
 
 Result = TypeVar("Result")
 Workers = int | Literal["auto"]
@@ -104,13 +108,18 @@ class Shared(NamedTuple):
 
 
 class Callback(NamedTuple):
-    """A function that runs in the calling thread, also if a function in a worker calls it."""
+    """A function that runs in this process, also if a function in a worker calls it.
+
+    It must not wait: it may return a `Future` instead, whose result its caller gets. Memory that it returns is valid
+    until the caller calls a callback again, or has ended.
+    """
 
     call: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return self.call(*args)
+        """Call the function, and wait for its result."""
+        value = self.call(*args)
+        return result_of(value) if isinstance(value, Future) else value
 
 
 class Aborted(BaseException):
@@ -289,22 +298,115 @@ def _dumps(value: Any, callbacks: Sequence[Callback] = ()) -> tuple[bytes, list[
     return out.getvalue(), pickler.shared, pickler.callbacks
 
 
-class Executor:
-    """Calls functions in this process, or in `workers` worker processes. `on_death`: called after one was replaced.
+@dataclass(slots=True, eq=False)
+class Job:
+    """A call of `function(*args)`, which ends with `done(result, error)`: exactly one of them is not None, or neither.
 
-    Each thread that calls has one thread in a worker, so a worker runs as many functions at once as it has callers.
+    `begins`: called when the function is called. `repeats`: called before it is called again in another worker, since
+    its worker was killed. These functions must not wait: one thread calls those of all jobs in workers.
     """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    done: Callable[[Any, BaseException | None], object]
+    begins: Callable[[], object] = bool
+    repeats: Callable[[], object] = bool
+
+
+class Threads:
+    """Runs functions on up to `count` daemon threads of this process, in order; `on_error` gets their exceptions.
+
+    Not a `ThreadPoolExecutor`, whose threads are joined at exit: a stalled request would delay it.
+
+    Idle threads hold only the queue, and a closed queue is empty, so a finalizer may hold a `Threads`.
+    """
+
+    def __init__(self, name: str, count: int, on_error: OnError, arena: Arena | None = None) -> None:
+        self._name, self.count, self._on_error, self._arena = name, count, on_error, arena
+        self._queue: SimpleQueue[tuple[Callable[[], object], OnError] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._closed = False
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. The thread whose job has submitted it runs it next."""
+        self.run(partial(self._run, job))
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Queue a function. After `close`, functions are dropped."""
+        mine = getattr(_NEXT, "functions", None)
+        if mine is not None and _NEXT.queue is self._queue and not mine:
+            mine.append((function, self._on_error))
+            return
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self.count:
+            name = f"streamloader-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queue.put((function, self._on_error))
+        if self._closed:
+            self.close()
+
+    def _run(self, job: Job) -> None:
+        _LOCAL.arena = self._arena
+        job.begins()
+        try:
+            result = job.function(*job.args)
+        except BaseException as error:  # noqa: BLE001 - the job's owner gets any error
+            job.done(None, error)
+        else:
+            job.done(result, None)
+
+    def close(self) -> None:
+        """Drop what has not begun, and let each thread end after its function. Does not wait.
+
+        Takes no lock, since a finalizer may call it in a thread that is inside `run`. Several threads may close at
+        once: each empties the queue, then puts one end marker per thread.
+        """
+        self._closed, self._on_error = True, bool  # whose object may own this one
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait at most `seconds` for each thread; return whether all have ended."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+OnError = Callable[[BaseException], object]
+_NEXT = threading.local()  # of a thread of `Threads`: its queue, and what it runs next
+
+
+def _run_all(queue: SimpleQueue[Any], idle: threading.Semaphore) -> None:
+    _NEXT.queue, _NEXT.functions = queue, deque[Any]()
+    while (entry := queue.get()) is not None:
+        while entry is not None:
+            function, on_error = entry
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - the consumer must get any error
+                on_error(error)
+            del entry, function, on_error  # an idle thread must not keep the data of its last job alive
+            entry = _NEXT.functions.popleft() if _NEXT.functions else None
+        idle.release()
+
+
+class Executor:
+    """Calls functions in this process, or in `workers` worker processes. `on_death`: called after one was replaced."""
 
     def __init__(self, workers: int = 0, on_death: Callable[[], object] = bool) -> None:
         self.workers = workers
         self._on_death = on_death
         self._pool = _POOL.get(_Pool) if workers else None
         self.arena = _ARENA.get(_private_arena) if self._pool is None else self._pool.arena
-        self._functions: dict[Callable[..., Any], Any] = {}  # shared
-        self._channels = threading.local()
-        self._kinds: Counter[str] = Counter()  # threads by name
-        self._opened: defaultdict[str, weakref.WeakSet[_Channel]] = defaultdict(weakref.WeakSet)
-        self._lock = threading.Lock()
+        self._calls = self.jobs("call", CALLERS, bool)
+        if self._pool is not None:
+            finalize(self, self._calls.close)
 
     def start(self) -> None:
         """Start the workers that are missing; calls wait until they are ready."""
@@ -318,15 +420,21 @@ class Executor:
         """
         if self._pool is None:
             return value
-        _LOCAL.arena, moved = self.arena, _LOCAL.moved
-        _LOCAL.moved = []
-        data = _dumps(value)[0]
-        _LOCAL.moved, memory = moved, _LOCAL.moved
-        return Shared(next(_KEYS), data, None, tuple(memory), tuple(sys.path))  # type: ignore[return-value]
+        return _share(value, self.arena)  # type: ignore[return-value]
 
     def share_pickle(self, data: bytes, main: dict[str, Any] | None) -> Any:
         """Return what to pass to `call` for a pickled value, of which each worker has its own. Only with workers."""
         return Shared(next(_KEYS), data, main, (), tuple(sys.path))
+
+    def jobs(self, name: str, count: int, on_error: OnError, prepare: Sequence[Any] = ()) -> Threads | Calls:
+        """Return what runs up to `count` jobs at once, in threads of this process or of workers.
+
+        `on_error` gets exceptions of `done`. `prepare`: a function and its arguments, which each thread of a worker
+        calls before its first job, so that the time of jobs includes no start.
+        """
+        if self._pool is None:
+            return Threads(name, count, on_error, self.arena)
+        return Calls(self._pool, (self.workers, count), (on_error, self._on_death), prepare)
 
     def call(
         self,
@@ -343,122 +451,249 @@ class Executor:
         if self._pool is None:
             _LOCAL.arena = self.arena
             return function(*args)
-        if function not in self._functions:
-            self._functions[function] = self.share(function)
-        while True:
-            channel = getattr(self._channels, "channel", None) or self._open()
+        ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._calls.submit(Job(function, args, lambda *end: ended.put(end), repeats=on_repeat))
+        result, error = take(ended)
+        if error is not None:
             try:
-                return channel.call([self._functions[function], *args])  # type: ignore[no-any-return]
-            except _DisconnectedError:
-                if channel.abandoned:
-                    raise EngineError("the call was abandoned", "nobody waits for its result") from None
-                del self._channels.channel
-                if self._pool.replace(channel.worker):
-                    self._on_death()
-                on_repeat()
-
-    def prepare(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function once in the worker of this thread, so that the time of later calls includes no start."""
-        if self._pool is not None and not hasattr(self._channels, "channel"):
-            self.call(function, *args)
-
-    def _open(self) -> _Channel:
-        """Connect this thread with a worker: threads of the same name are spread over all workers."""
-        assert self._pool is not None
-        kind = threading.current_thread().name.rstrip("0123456789")
-        with self._lock:
-            number = self._kinds[kind] % self.workers
-            self._kinds[kind] += 1
-            channel = self._channels.channel = _Channel(self._pool, number)
-            self._opened[kind].add(channel)
-        channel.wait_for_start()  # without the lock, which `abandon` takes
-        return channel
-
-    def abandon(self, kind: str) -> None:
-        """End the calls of threads with this name without waiting for workers, which must not write to the arena."""
-        with self._lock:
-            for channel in self._opened[kind]:
-                channel.abandon()
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return result  # type: ignore[no-any-return]
 
 
-class _DisconnectedError(Exception):
-    """The worker was killed, or its thread ended."""
+def _share(value: Any, arena: Arena) -> Shared:
+    _LOCAL.arena, moved = arena, _LOCAL.moved
+    _LOCAL.moved = []
+    data = _dumps(value)[0]
+    _LOCAL.moved, memory = moved, _LOCAL.moved
+    return Shared(next(_KEYS), data, None, tuple(memory), tuple(sys.path))
+
+
+CALLERS = 64  # threads that may call at once
+
+
+class Calls:
+    """Runs jobs in workers, up to `count` at once, each in a thread of a worker of its own.
+
+    `limits`: the number of workers, and `count`. `told`: called with exceptions of `done`, and after a worker died.
+    """
+
+    def __init__(
+        self,
+        pool: _Pool,
+        limits: tuple[int, int],
+        told: tuple[OnError, Callable[[], object]],
+        prepare: Sequence[Any] = (),
+    ) -> None:
+        self._pool, self._limits, self.prepare = pool, limits, prepare
+        self.on_error, self._on_death = told
+        self.count = limits[1]
+        self._jobs: deque[Job] = deque()
+        self._idle: deque[_Channel] = deque()
+        self._busy: set[_Channel] = set()
+        self._opened = 0
+        self._closed = False
+        self._changed = threading.Condition(threading.RLock())  # a finalizer may close in a thread that has it
+
+    def submit(self, job: Job) -> None:
+        """Begin a job, or queue it. After `close`, jobs are dropped."""
+        with self._changed:
+            if self._closed:
+                return
+            if self._idle:
+                channel = self._idle.popleft()
+            elif len(self._busy) < self.count:
+                channel = _Channel(self, self._pool, self._opened % self._limits[0])
+                self._opened += 1
+            else:
+                self._jobs.append(job)
+                return
+            self._busy.add(channel)
+        channel.begin(job)
+
+    def ended(self, channel: _Channel) -> None:
+        """Begin the next job on a channel whose job has ended."""
+        with self._changed:
+            job = self._jobs.popleft() if self._jobs else None
+            if job is None:
+                self._busy.discard(channel)
+                self._changed.notify_all()
+                if not self._closed:
+                    self._idle.append(channel)
+        if job is not None:
+            channel.begin(job)
+        elif self._closed:
+            channel.close()
+
+    def lost(self, channel: _Channel, job: Job | None) -> None:
+        """Replace the worker of a channel, and run its job again."""
+        with self._changed:
+            self._busy.discard(channel)
+            self._changed.notify_all()
+            with suppress(ValueError):
+                self._idle.remove(channel)
+        if job is None:
+            return
+        try:
+            if self._pool.replace(channel.worker):
+                self._on_death()
+            job.repeats()
+        except EngineError as error:
+            job.done(None, error)
+        else:
+            self.submit(job)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Drop the jobs that have not begun. With `wait`, those that run end: they may write to the arena."""
+        with self._changed:
+            self._closed, self.on_error = True, bool  # whose object may own this one
+            self._jobs.clear()
+            unused, self._idle = [*self._idle, *(() if wait else self._busy)], deque()
+        for channel in unused:
+            channel.close()
+
+    def join(self, seconds: float) -> bool:
+        """Wait at most `seconds` until no job runs; return whether none does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy, seconds)
 
 
 class _Channel:
-    """The connection of one thread of this process with one thread of a worker."""
+    """The connection with one thread of a worker, and the job that it runs."""
 
-    def __init__(self, pool: _Pool, number: int) -> None:
+    def __init__(self, calls: Calls, pool: _Pool, number: int) -> None:
         self.worker = pool.workers[number]
-        self.abandoned = False
+        self.calls, self._pool = calls, pool
         self._known: set[int] = set()  # keys of shared values that were sent
-        self._arena = pool.arena
         self._moved: list[NDArray[np.uint8]] = []
+        self._given: Any = None  # the result of the last callback
+        self._job: Job | None = None
+        self._callbacks: list[Callback] = []
+        self._failed: BaseException | None = None  # the first error of a callback
+        self._prepare = calls.prepare
+        self._ready = self._closed = False
+        self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         with theirs:
             self.worker.hand_over(theirs)
-        self._connection = Connection(ours.detach())
+        self.connection = Connection(ours.detach())
+        pool.watch(self)
 
-    def wait_for_start(self) -> None:
-        """Wait until the worker serves this connection; if it ends before, the first call finds that."""
-        with suppress(EOFError, OSError):
-            self._connection.recv_bytes()
+    def begin(self, job: Job) -> None:
+        """Begin a job, once the worker serves this connection."""
+        with self._lock:
+            self._job = job
+            if not self._ready:
+                return
+        self._send(job)
 
-    def call(self, values: list[Any]) -> Any:
-        """Return the result of the function `values[0]` with the others as its arguments.
+    def _send(self, job: Job) -> None:
+        """Send a job. Arguments that are shared or callbacks are sent as numbers: a pickler takes longer to find them.
 
-        Those that are shared or callbacks are sent as numbers, since a method of a pickler takes longer to find them.
+        If the worker has ended, the thread that receives finds that.
         """
-        _LOCAL.arena, _LOCAL.moved = self._arena, self._moved  # this thread may call other executors as well
-        keys = [(at, value.key) for at, value in enumerate(values) if type(value) is Shared]
-        calls = [at for at, value in enumerate(values) if type(value) is Callback]
-        plain = [None if type(value) in (Shared, Callback) else value for value in values]
-        data, shared, callbacks = _dumps((plain, keys, calls), [values[at] for at in calls])
-        shared += [values[at] for at, _ in keys]
+        _LOCAL.arena, _LOCAL.moved = self._pool.arena, self._moved  # this thread may use other executors as well
         try:
+            values: list[Any] = [self._pool.shared(job.function), *job.args]
+            keys = [(at, value.key) for at, value in enumerate(values) if type(value) is Shared]
+            calls = [at for at, value in enumerate(values) if type(value) is Callback]
+            plain = [None if type(value) in (Shared, Callback) else value for value in values]
+            data, shared, callbacks = _dumps((plain, keys, calls), [values[at] for at in calls])
+        except Exception as error:  # noqa: BLE001 - a class of the user may raise anything when it is pickled
+            self._end(None, error)
+            return
+        self._callbacks = [*callbacks, Callback(self._allocate)]
+        shared += [values[at] for at, _ in keys]
+        job.begins()
+        with suppress(OSError):
             for value in shared:
                 if value.key not in self._known:
                     self._known.add(value.key)
-                    self._connection.send_bytes(pickle.dumps(value._replace(memory=())))
-            self._connection.send_bytes(data)
-            failed, kind, values = self._respond([*callbacks, Callback(self._allocate)])
-        except (EOFError, OSError) as error:
-            raise _DisconnectedError from error
-        finally:
-            self._moved.clear()
+                    self.connection.send_bytes(pickle.dumps(value._replace(memory=())))
+            self.connection.send_bytes(data)
+
+    def receive(self) -> None:
+        """Read a message of the worker: an answer, a question, or the end of the connection."""
+        _LOCAL.arena, _LOCAL.moved = self._pool.arena, self._moved
         try:
-            if failed is not None:
-                raise failed
-            if kind == "done":
-                return values[0]
-            raise values[0] from values[1]
-        finally:
-            del failed, values  # the tracebacks of errors hold this frame
+            kind, *values = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            job, self._job = self._job, None
+            self._pool.forget(self)
+            self.calls.lost(self, job)
+            return
+        except Exception as error:  # noqa: BLE001 - a class of the user may raise anything when it is loaded
+            self._end(None, error)
+            return
+        if self._closed:
+            return
+        if kind == "callback":
+            self._call(*values)
+        elif not self._ready:
+            self._become_ready()
+        elif self._failed is not None:
+            self._end(None, self._failed)
+        elif kind == "done":
+            self._end(values[0], None)
+        else:
+            values[0].__cause__ = values[1]
+            self._end(None, values[0])
 
-    def abandon(self) -> None:
-        """Let the thread that waits for a response get an error. The descriptor stays open, since it may be in use."""
-        self.abandoned = True
-        with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours, suppress(OSError):
-            ours.shutdown(socket.SHUT_RDWR)
+    def _become_ready(self) -> None:
+        if self._prepare:
+            function, *args = self._prepare
+            self._prepare = ()
+            self._send(Job(function, args, bool))  # type: ignore[arg-type]
+            return
+        with self._lock:
+            self._ready = True
+            job = self._job
+        if job is not None:
+            self._send(job)
 
-    def _respond(self, callbacks: Sequence[Callback]) -> tuple[BaseException | None, str, list[Any]]:
-        """Answer the callbacks of a call until it ends; return the first error of one, and the last message."""
-        failed: BaseException | None = None
-        while True:
-            kind, *values = pickle.loads(self._connection.recv_bytes())
-            if kind != "callback":
-                return failed, kind, values
-            number, given = values
-            try:
-                response = True, callbacks[number](*given)
-            except BaseException as error:  # noqa: BLE001 - raised by the caller, once the worker has ended the call
-                failed, response = error, (False, None)
-            self._connection.send_bytes(_dumps(response)[0])
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        job, self._job, self._failed, self._callbacks, self._given = self._job, None, None, [], None
+        self._moved.clear()
+        if job is not None:  # not closed by another thread
+            self.calls.ended(self)
+            job.done(result, error)
+
+    def _call(self, number: int, args: Sequence[Any]) -> None:
+        """Call a callback, and send its result, now or once the future that it returns is done."""
+        try:
+            result = self._callbacks[number].call(*args)
+        except BaseException as error:  # noqa: BLE001 - raised by the caller, once the worker has ended the call
+            self._failed = error
+            self._answer(False, None)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(self._answer_later)
+        else:
+            self._answer(True, result)
+
+    def _answer_later(self, future: Future[Any]) -> None:
+        self._failed = future.exception()
+        self._answer(self._failed is None, None if self._failed else future.result())
+
+    def _answer(self, ok: bool, value: Any) -> None:
+        _LOCAL.arena, _LOCAL.moved, self._given = self._pool.arena, self._moved, value
+        with suppress(OSError):
+            self.connection.send_bytes(_dumps((ok, value))[0])
 
     def _allocate(self, size: int) -> tuple[int, NDArray[np.uint8]]:
         """Return memory for a large array of the result, and its number."""
-        self._moved.append(self._arena.allocate(size))
+        self._moved.append(self._pool.arena.allocate(size))
         return len(self._moved) - 1, self._moved[-1]
+
+    def close(self) -> None:
+        """End the connection; the worker's thread ends after its call, whose result is dropped.
+
+        The thread that receives closes the descriptor, which it may be reading.
+        """
+        self._closed, self._job, self._callbacks, self._given = True, None, [], None
+        with suppress(OSError), socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
 
 
 class _ForkServer:
@@ -524,6 +759,10 @@ class _Pool:
         self.arena = Arena(shared=True)
         self.workers: list[_Worker] = []
         self._server: _ForkServer  # once there are workers
+        self._functions: dict[Callable[..., Any], Shared] = {}
+        self._channels: dict[int, _Channel] = {}  # by descriptor
+        self._poll = select.epoll()
+        self._receiver: threading.Thread | None = None
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -574,6 +813,37 @@ class _Pool:
         self._server = _ForkServer(self.arena)
         self.workers = [_Worker(self._server, index) for index in range(len(self.workers))]
         return code
+
+    def shared(self, function: Callable[..., Any]) -> Shared:
+        """Return what is sent to workers for a function."""
+        if function not in self._functions:
+            self._functions[function] = _share(function, self.arena)
+        return self._functions[function]
+
+    def watch(self, channel: _Channel) -> None:
+        """Receive the messages of a channel, in the thread that receives those of all."""
+        with self._lock:
+            if self._receiver is None:
+                self._receiver = threading.Thread(target=self._receive, name="workers of streamloader", daemon=True)
+                self._receiver.start()
+        self._channels[channel.connection.fileno()] = channel
+        self._poll.register(channel.connection.fileno(), select.EPOLLIN)
+
+    def forget(self, channel: _Channel) -> None:
+        """Close a channel, in the thread that receives."""
+        self._poll.unregister(channel.connection.fileno())
+        del self._channels[channel.connection.fileno()]
+        channel.connection.close()
+
+    def _receive(self) -> None:
+        while True:
+            for descriptor, _ in self._poll.poll():
+                channel = self._channels[descriptor]
+                try:
+                    channel.receive()
+                except BaseException as error:  # noqa: BLE001 - the job's owner gets any error
+                    channel.calls.on_error(error)
+                del channel
 
     def _end(self) -> None:
         if os.getpid() == self._pid:
@@ -678,7 +948,7 @@ def _serve(connection: Connection, view: _View) -> None:
     """Run the functions that one thread of the parent calls, one after another."""
     _LOCAL.arena, _LOCAL.connection = view, connection
     with suppress(OSError):
-        connection.send_bytes(b"ready")
+        connection.send_bytes(pickle.dumps(("ready",)))
     while True:
         try:
             request = connection.recv_bytes()

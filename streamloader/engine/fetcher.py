@@ -24,7 +24,9 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -35,10 +37,9 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.executor import Callback, Executor, all_bytes, arena_bytes, in_worker
+from streamloader.engine.executor import Callback, Executor, Job, Threads, all_bytes, arena_bytes, in_worker
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots, place_items
 from streamloader.engine.regions import BlockRegions
-from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import (
     CorruptError,
     EngineError,
@@ -48,10 +49,11 @@ from streamloader.errors import (
     TransientError,
     wrapped,
 )
-from streamloader.format.opening import reread
+from streamloader.format.opening import BODY_ATTEMPTS, is_damage
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.schedule import BlockRef
 from streamloader.storage.buffers import Allocate
+from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import BlockArrays, RegionReader
 from streamloader.zarr.reader import ABSENT, ArrayRun
@@ -63,7 +65,8 @@ NEVER = float("inf")
 class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
-    Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory.
+    Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory, `needed` was when a
+    batch had waited for it. `runs`: the requests of the fields whose chunk tables gave the estimate.
     """
 
     dataset: Dataset
@@ -71,6 +74,8 @@ class LoadingBlock:
     left: int
     expected: int = 0
     held: int = 0
+    needed: int = 0
+    runs: dict[str, Sequence[Any]] = field(default_factory=dict)
     error: StreamloaderError | None = None
 
 
@@ -79,9 +84,8 @@ class Piece:
     """A run of a block that is loading: request number 0, and `hedges` more.
 
     `requests`: the number that are in flight or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest
-    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded.
-    `unpacked`: the bytes decoded so far, which `LoadingBlock.held` includes. `finished`: it is in its
-    slot, or has failed.
+    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded into the
+    slot. `finished`: it is in its slot, or has failed.
     """
 
     block: LoadingBlock
@@ -91,10 +95,31 @@ class Piece:
     hedges: int = 0
     fresh: bool = True
     sent: float = NEVER
-    unpacked: int = 0
     writer: int | None = None
     finished: bool = False
     error: StreamloaderError | None = None
+
+    @property
+    def retries(self) -> Retrier:
+        """The retries of its store."""
+        return self.block.dataset.store.retries
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A request of a piece, with its number. Hedges are not retried.
+
+    `memory`: of its body, and of what was decoded. `unpacked`: the decoded bytes, which `LoadingBlock.held` includes.
+    `damaged`: how often the body was.
+    """
+
+    piece: Piece
+    number: int
+    request: Request
+    begin: float = 0.0
+    damaged: int = 0
+    unpacked: int = 0
+    memory: list[memoryview] = field(default_factory=list)
 
 
 # How often a waiting consumer checks for late requests.
@@ -135,13 +160,12 @@ class Fetcher:
     ) -> None:
         self._executor = executor
         self._shared = {
-            (dataset, name): (executor.share(dataset.reader(name)), executor.share(dataset.store))
+            (dataset, name): executor.share((dataset.reader(name), dataset.store))
             for dataset in datasets
             for name in names
         }
-        self._tables = {name: executor.share(rows) for name, rows in memory.blocks.fixed.items()} | {
-            name: executor.share(chunks.table) for name, chunks in memory.blocks.chunks.items()
-        }
+        self._rows = {name: executor.share(rows) for name, rows in memory.blocks.fixed.items()}
+        self._items = [] if datasets[0].arrays is not None else [*memory.blocks.chunks]
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
@@ -151,41 +175,49 @@ class Fetcher:
         self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
         self._budget = budget = memory.budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
-        self._last_weight = -1, 0  # the ticket of the next block, and its weight
+        self._next_block: LoadingBlock | None = None
         self._expected = 0  # bytes of blocks that are loading
-        self._unpacking: list[int] = []  # tickets of the pieces that wait for memory to decode into
+        self._unpacking: list[Any] = []  # a heap of (ticket, number, size, ...): who waits for memory to decode into
         self._counters = memory.counters
         self.pace, self._hedging = limits
         self.pace.allow(budget.threads)
         self._blocks: dict[int, LoadingBlock] = {}
         self._pieces: set[Piece] = set()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # with a lock that its owner may take again
         # wait for a place: those of earlier blocks first, since later ones may wait for memory that these free
-        self._pending: list[tuple[int, int, Job]] = []
+        self._pending: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = count()
-        self._hedges: deque[Job] = deque()  # have a place, wait for a thread
+        self._hedges: deque[Callable[[], object]] = deque()  # have a place, wait for a thread
         self._places = self._busy = self._writers = 0  # places taken, busy threads, pieces being decoded
         self._awaited = -1  # the ticket that the consumer waits for
         self._checked_at = 0.0
         self._failure: StreamloaderError | None = None
         self._closed = threading.Event()
         self.sleep = sleeper(self._closed)
-        self._workers = WorkerThreads("fetch", budget.threads, started=0)
+        prepare = [(open_reader, source) for source in self._shared.values()][:1]
+        self._requests = executor.jobs("fetch", budget.threads, self.fail, *prepare)
+        # what waits: for a chunk table, or before a retry
+        requests = self._requests
+        self._local = requests if isinstance(requests, Threads) else Threads("plan", budget.threads, self.fail)
 
-    def _weight(self, ref: BlockRef) -> int:
-        """Return the estimated bytes of the block's decoded chunks in memory."""
-        if not self._by_items or self._last_weight[0] == ref.ticket:
-            return self._last_weight[1]
-        dataset, block = self._locate(ref)
-        weight = 0
+    def _next(self, ref: BlockRef) -> LoadingBlock:
+        """Return the block to load next, with the estimated bytes of its decoded chunks."""
+        if self._next_block is not None and self._next_block.ref.ticket == ref.ticket:
+            return self._next_block
+        self._next_block = block = LoadingBlock(*self._locate(ref), len(self._names))
+        start, stop = block.ref.start, block.ref.stop
         try:
-            with dataset.store.retries.waits_by(self.sleep):
+            with block.dataset.store.retries.waits_by(self.sleep):
                 for name in self._by_items:
-                    weight += dataset.block_bytes(name, block.start, block.stop)
+                    reader = block.dataset.reader(name)
+                    if isinstance(reader, RegionReader):
+                        block.expected += reader.block_bytes(start, stop)
+                    else:
+                        block.runs[name] = block.dataset.runs(name, start, stop)
+                        block.expected += reader.decoded_size(block.runs[name])
         except StreamloaderError:
-            weight = 0  # loading fails too, and then the error belongs to the batch that needs the block
-        self._last_weight = ref.ticket, weight
-        return weight
+            block.expected = 0  # loading fails too, and then the error belongs to the batch that needs the block
+        return block
 
     def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
         """Return whether a block of the expected size fits into memory.
@@ -195,7 +227,7 @@ class Fetcher:
         most = self._bodies.most
         if batches_grow:
             most = min(most, self.needed + ahead_limit(most))
-        return self._bodies.used + self._expected + self._weight(ref) <= most
+        return self._bodies.used + self._expected + self._next(ref).expected <= most
 
     def reserve_for_batches(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
@@ -206,20 +238,25 @@ class Fetcher:
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
-        self._budget.check(self.needed + self._weight(ref))
+        self._budget.check(self.needed + self._next(ref).expected)
 
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block whose slot has been reserved."""
-        weight = self._weight(ref)
-        dataset, local = self._locate(ref)
-        names = self._memory.open_kept(local, dataset.region_readers) if self._memory.keeps else self._names
-        block = LoadingBlock(dataset, local, len(names), weight)
+        block, self._next_block = self._next(ref), None
+        names: Sequence[str] = self._names
+        if self._memory.keeps:
+            names = self._memory.open_kept(block.ref, block.dataset.region_readers)
+            block.left = len(names)
         with self._changed:
             self._blocks[ref.ticket] = block
             if self._closed.is_set() or not names:
                 return
-            self._expected += weight
-            self._queue(ref.ticket, (partial(self._load_field, block, name) for name in names))
+            self._expected += block.expected
+            for name in names:
+                if name in block.runs:
+                    self._add_pieces(block, name, block.runs.pop(name))
+                else:
+                    self._queue(ref.ticket, [partial(self._local.run, partial(self._load_field, block, name))])
 
     def wait(self, ticket: int) -> StreamloaderError | None:
         """Wait until the block is complete, then count it as in use. Return its error, once. Stops early when closed.
@@ -229,15 +266,15 @@ class Fetcher:
         with self._changed:
             block = self._blocks[ticket]
             self._awaited = ticket
-            if self._unpacking:
-                self._changed.notify_all()
             while block.left and not self._failure and not self._closed.is_set():
+                self._grant()  # batches that are deleted free memory
                 self._changed.wait(CHECK_SECONDS)
                 self._hedge_late()
             self._awaited = -1
             if self._failure is not None:
                 return self._failure
-            self.needed += block.held
+            block.needed = block.held
+            self.needed += block.needed
             error, block.error = block.error, None  # its traceback may hold the block
             if error is None and not self._closed.is_set():
                 self._memory.complete(ticket)
@@ -246,7 +283,8 @@ class Fetcher:
     def forget(self, ticket: int) -> None:
         """Remove a block that was in use and is released."""
         with self._changed:  # threads that wait for memory iterate over the blocks
-            self.needed -= self._blocks.pop(ticket).held
+            self.needed -= self._blocks.pop(ticket).needed
+            self._grant()
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no block: every `wait` returns it from now on."""
@@ -260,8 +298,10 @@ class Fetcher:
             self._closed.set()
             self._pending.clear()
             self._hedges.clear()
+            self._grant()
             self._changed.notify_all()
-        self._workers.close()
+        self._local.close()
+        self._requests.close()
 
     def join(self, seconds: float) -> bool:
         """After `close`, wait at most `seconds` until no thread writes to the arena; return whether none does.
@@ -277,7 +317,7 @@ class Fetcher:
         first = self._starts[index]
         return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
 
-    def _queue(self, ticket: int, jobs: Iterable[Job]) -> None:
+    def _queue(self, ticket: int, jobs: Iterable[Callable[[], object]]) -> None:
         """Queue the jobs of a block. Requires the lock."""
         for job in jobs:
             heappush(self._pending, (ticket, next(self._numbers), job))
@@ -294,101 +334,213 @@ class Fetcher:
             else:
                 return
             self._busy += 1
-            self._workers.grow(self._busy)
-            self._workers.submit(job, self.fail)
+            job()
 
     def _end_piece(self, block: LoadingBlock, error: StreamloaderError | None) -> None:
-        """Free the place of a piece that is in its slot or has failed. Requires the lock."""
-        self._places -= 1
+        """Count a piece that is in its slot or has failed. Requires the lock."""
         block.error = block.error or error
         block.left -= 1
         if not block.left:
             self._expected -= block.expected
-            if self._unpacking or self._awaited == block.ref.ticket:
+            self._grant()
+            if self._awaited == block.ref.ticket:
                 self._changed.notify_all()
 
     def _load_field(self, block: LoadingBlock, name: str) -> None:
-        """Divide a field of a block into pieces, queue them, and load the first."""
+        """Read the chunk table of a field for a block, and load its pieces."""
+        runs: Sequence[Any] = ()
+        problem = None
         try:
             with block.dataset.store.retries.waits_by(self.sleep):
                 claims = self._memory.claims(name, block.ref.ticket)
                 runs = block.dataset.runs(name, block.ref.start, block.ref.stop, claims)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
-            with self._changed:
-                self._busy -= 1
-                self._end_piece(block, wrapped(error, f"reading the chunk table of field {name!r}"))
-                self._dispatch()
-            return
-        pieces = [Piece(block, block.dataset.reader(name), run) for run in runs]
-        with self._changed:
-            block.left += len(pieces) - 1
-            self._pieces.update(pieces)
-            if not self._closed.is_set():
-                self._queue(block.ref.ticket, (partial(self._load_piece, piece, 0) for piece in pieces[1:]))
-        self._load_piece(pieces[0], 0)
-
-    def _load_piece(self, piece: Piece, number: int) -> None:
-        loaded, error = False, None
-        try:
-            with piece.block.dataset.store.retries.waits_by(self.sleep):
-                self._fill(piece, number)
-            loaded = True
-        except PassEnded:
-            pass
-        except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
-            first, count = piece.run.first_sample, piece.run.num_samples
-            error = wrapped(problem, f"reading field {piece.field.name!r} of samples {first} to {first + count - 1}")
+            problem = wrapped(error, f"reading the chunk table of field {name!r}")
         with self._changed:
             self._busy -= 1
-            piece.requests -= 1
-            if piece.writer == number:
-                self._end_decoding(piece)
-            if not piece.finished:
-                piece.error = piece.error or error
-                if loaded or not piece.requests:
-                    piece.finished = True
-                    self._pieces.remove(piece)
-                    self._end_piece(piece.block, None if loaded else piece.error)
-                    piece.error = None  # its traceback may hold the piece
-            self._dispatch()
-        del error  # its traceback holds this frame
+            self._places -= 1
+            if problem is None:
+                self._add_pieces(block, name, runs)
+            else:
+                self._end_piece(block, problem)
+                self._dispatch()
+        del problem  # its traceback holds this frame
 
-    def _fill(self, piece: Piece, number: int) -> None:
-        """Fetch a piece and decode it into its slot."""
-        slot = self._memory.claim(piece.block.ref.ticket)
-        if slot == NO_SLOT:
-            raise PassEnded
-        decode = self._decode_regions if isinstance(piece.field, RegionReader) else self._decode_rows
-        reread(lambda: decode(piece, slot, self._fetch(piece, number)), partial(self._damaged, piece))
+    def _add_pieces(self, block: LoadingBlock, name: str, runs: Sequence[Any]) -> None:
+        """Divide a field of a block into pieces, and queue them. Requires the lock."""
+        pieces = [Piece(block, block.dataset.reader(name), run) for run in runs]
+        block.left += len(pieces) - 1
+        self._pieces.update(pieces)
+        if not self._closed.is_set():
+            self._queue(block.ref.ticket, (partial(self._load_piece, piece, 0) for piece in pieces))
 
-    def _decode_rows(self, piece: Piece, slot: int, body: memoryview | None) -> None:
-        """Decode a body into the rows of a slot, or into chunks to which these refer."""
-        name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
-        assert body is not None
-        field, _ = self._shared[piece.block.dataset, name]
-        low, memory = slot * self._memory.block, [body]
-        place = (*self._memory.arena.span(body), low, low + ref.stop - ref.start, ref.start)
-        given = field, piece.run, place, self._tables[name]
-        if in_slots(layout):
-            seconds = self._executor.call(decode_rows, *given)
+    def _load_piece(self, piece: Piece, number: int) -> None:
+        self._send(Attempt(piece, number, piece.retries.request()))
+
+    def _send(self, attempt: Attempt) -> None:
+        """Send a request, unless it is not needed any more; in an outage later."""
+        piece, seconds = attempt.piece, 0.0 if attempt.number else attempt.piece.retries.wait()
+        if piece.finished or self._closed.is_set():
+            self._end(attempt, PassEnded())
+        elif seconds:
+            self._later(seconds, attempt)
         else:
-            allocate = Callback(partial(self._allocate, piece, memory))
-            restart = partial(self._restart_decoding, piece, memory)
-            used, seconds = self._executor.call(decode_chunks, *given, allocate, on_repeat=restart)
-            kept = [memory[number] for number in used]
-            self._memory.chunks[name].keep(slot, kept)
-            with self._changed:
-                piece.block.held += sum(part.nbytes for part in kept) - piece.unpacked
-                piece.unpacked = 0
-        decoded = piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0
+            self._submit(attempt)
+
+    def _submit(self, attempt: Attempt) -> None:
+        piece = attempt.piece
+        try:
+            source, run = self._shared[piece.block.dataset, piece.field.name], piece.run
+            target: Callback | memoryview = Callback(partial(self._allocate_body, attempt))
+            if isinstance(piece.field, FieldReader) and self._executor.workers:  # saves a message
+                target = self._allocate_body(attempt, run.stop - run.start)
+            on_repeat = partial(self._counters.add, requests=1)
+            calls = partial(self._begin_request, attempt), partial(self._restart, attempt, on_repeat)
+            if piece.field.name in self._items:
+                work = run, piece.block.ref.start, piece.block.ref.stop
+                given: Any = source, work, Callback(on_repeat), target, Callback(partial(self._reserve, attempt))
+                job = Job(fetch_items, given, partial(self._received_items, attempt), *calls)
+            else:
+                if isinstance(piece.field, FieldReader):
+                    run = run._replace(sizes=None, crcs=None, picks=None)  # slow to send, and not needed to read
+                given = source, run, Callback(on_repeat), target
+                job = Job(fetch_body, given, partial(self._received, attempt), *calls)
+            self._requests.submit(job)
+        except BaseException as error:  # noqa: BLE001 - a batch waits for the piece, so it must finish
+            self._end(attempt, error)
+
+    def _later(self, seconds: float, attempt: Attempt) -> None:
+        """Send a request after some seconds."""
+
+        def wait() -> None:
+            with suppress(PassEnded):  # which `_send` finds
+                self.sleep(seconds)
+            self._send(attempt)
+
+        self._local.run(wait)
+
+    def _begin_request(self, attempt: Attempt) -> None:
+        piece = attempt.piece
+        self._counters.add(requests=int(piece.run.stop > 0), hedges=int(attempt.number > 0))
+        attempt.begin, attempt.request.sent = time.perf_counter(), time.monotonic()
+        if attempt.number or piece.fresh:
+            piece.fresh, piece.sent = False, attempt.begin
+
+    def _allocate_body(self, attempt: Attempt, size: int) -> memoryview:
+        attempt.memory[:] = [self._bodies.allocate(size)]
+        return attempt.memory[0]
+
+    def _restart(self, attempt: Attempt, on_repeat: Callable[[], None]) -> None:
+        """Count a request that is sent again, and its decoded bytes anew."""
+        on_repeat()
+        del attempt.memory[1:]
+        with self._changed:
+            self._forget_decoded(attempt)
+
+    def _received(self, attempt: Attempt, result: tuple[int, float] | None, error: BaseException | None) -> None:
+        """Decode a response into the slot, unless another one is decoded already, or retry a request that failed."""
+        if error is not None:
+            self._retry(attempt, error)
+            return
+        assert result is not None
+        piece, (size, _) = attempt.piece, result
+        self._count_response(attempt, *result)
+        with self._changed:
+            slot = NO_SLOT if piece.writer is not None else self._slot(piece)
+            if slot != NO_SLOT:
+                piece.writer = attempt.number
+                self._writers += 1
+        if slot == NO_SLOT:
+            self._end(attempt, PassEnded())
+            return
+        decode = self._decode_regions if isinstance(piece.field, RegionReader) else self._decode_rows
+        try:
+            decode(attempt, slot, None if size < 0 else attempt.memory[0][:size])
+        except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
+            self._end(attempt, problem)
+
+    def _received_items(self, attempt: Attempt, result: Any, error: BaseException | None) -> None:
+        """Put the items of a response into the slot, unless those of another one are there."""
+        if error is not None:
+            self._retry(attempt, error)
+            return
+        fetched, used, (row, table), seconds = result
+        self._count_response(attempt, *fetched)
+        piece = attempt.piece
+        chunks, kept = self._memory.chunks[piece.field.name], [attempt.memory[number] for number in used]
+        with self._changed:
+            slot = self._slot(piece)
+            if slot != NO_SLOT:
+                first = slot * self._memory.block + row
+                chunks.table[first : first + len(table)] = table
+                chunks.keep(slot, kept)
+                piece.block.held += sum(part.nbytes for part in kept)
+        if slot != NO_SLOT:
+            self._count_decoded(piece, seconds)
+        self._end(attempt, PassEnded() if slot == NO_SLOT else None)
+
+    def _slot(self, piece: Piece) -> int:
+        """Return the slot of a piece, `NO_SLOT` if it needs no response any more. Requires the lock."""
+        ended = piece.finished or self._closed.is_set()
+        return NO_SLOT if ended else self._memory.claim(piece.block.ref.ticket)
+
+    def _count_response(self, attempt: Attempt, size: int, seconds: float) -> None:
+        piece, count = attempt.piece, max(0, size)
+        if not attempt.number:
+            piece.retries.succeeded()
+        piece.sent = NEVER
+        self._hedging.completed(count, seconds)
+        self.pace.completed(count, seconds, bool(self._pending))
+        self._counters.add(bytes_fetched=count, request_seconds=seconds)
+        self._counters.note(in_flight=self.pace.limit)
+
+    def _retry(self, attempt: Attempt, error: BaseException) -> None:
+        piece = attempt.piece
+        if isinstance(error, TransientError):
+            # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
+            usual = self._hedging.deadline(piece.run.stop - piece.run.start)
+            late = isinstance(error.__cause__, TimeoutError) and usual > SLOW_SECONDS
+            if late or isinstance(error, ThrottledError):
+                self.pace.throttled()
+        if attempt.number or not isinstance(error, StorageError):  # a hedge, or damaged bytes
+            self._end(attempt, error)
+            return
+        try:
+            seconds = piece.retries.failed(attempt.request, error)
+        except StorageError as last:
+            self._end(attempt, last)
+            return
+        piece.sent = NEVER
+        self._counters.add(retries=1)
+        self._later(seconds, attempt)
+
+    def _decode_rows(self, attempt: Attempt, slot: int, body: memoryview | None) -> None:
+        """Decode a body into the rows of a slot."""
+        piece, ref = attempt.piece, attempt.piece.block.ref
+        assert body is not None
+        source = self._shared[piece.block.dataset, piece.field.name]
+        low = slot * self._memory.block
+        place = (*self._memory.arena.span(body), low, low + ref.stop - ref.start, ref.start)
+
+        def end(seconds: float, error: BaseException | None) -> None:
+            if error is None:
+                self._count_decoded(piece, seconds)
+            self._end(attempt, error)
+
+        self._requests.submit(Job(decode_rows, (source, piece.run, place, self._rows[piece.field.name]), end))
+
+    def _count_decoded(self, piece: Piece, seconds: float) -> None:
+        field = piece.field.layout.field
+        decoded = piece.run.num_samples * field.item_bytes if field.fixed else 0
         self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
 
-    def _decode_regions(self, piece: Piece, slot: int, body: memoryview | None) -> None:
+    def _decode_regions(self, attempt: Attempt, slot: int, body: memoryview | None) -> None:
         """Decode the chunks of a body into the regions of their block.
 
         Their size is known before, so the block is admitted only if they fit. They are opened only once a body has
         arrived: until then another request may complete the block, whose slot then goes to another one.
         """
+        piece = attempt.piece
         block, ref, reader = piece.block, piece.block.ref, piece.field
         assert isinstance(reader, RegionReader)
         allocate = self._bodies.allocate if self._memory.fills_batches else partial(self._allocate_region, block)
@@ -397,10 +549,16 @@ class Fetcher:
         if first:  # the block is complete only after this piece
             reader.write_constants(BlockArrays(regions.arrays, regions.bounds))
             self._memory.keep_rows(reader.name, slot, regions)
-        field, _ = self._shared[block.dataset, reader.name]
-        given = field, piece.run, body, regions.targets, Callback(self._bodies.allocate)
-        missing, decoded, seconds = self._executor.call(decode_regions, *given)
-        self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
+        source = self._shared[block.dataset, reader.name]
+
+        def end(result: Any, error: BaseException | None) -> None:
+            if error is None:
+                missing, decoded, seconds = result
+                self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
+            self._end(attempt, error)
+
+        given = source, piece.run, body, regions.targets, Callback(self._bodies.allocate)
+        self._requests.submit(Job(decode_regions, given, end))
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
         with self._changed:  # from now on, the memory in use includes it
@@ -409,33 +567,46 @@ class Fetcher:
             self._expected -= size
         return self._bodies.allocate(size)
 
-    def _allocate(self, piece: Piece, memory: list[memoryview], size: int) -> memoryview:
-        """Return memory to decode into, and append it to `memory`.
+    def _reserve(self, attempt: Attempt, size: int) -> memoryview | Future[memoryview]:
+        """Return memory to decode into, now or once it fits: only bodies state this size.
 
-        Blocks ahead wait, in their order, until it fits: only bodies state this size.
-
-        A block that a batch waits for gets it at once. Raises `PassEnded` once closed, and `MemoryBudgetError`.
+        Blocks ahead get it in their order, a block that a batch waits for at once. The future's error is `PassEnded` if
+        the piece is finished or this is closed, and may be a `MemoryBudgetError`.
         """
-        block = piece.block
-        ticket = block.ref.ticket
+        granted: Future[memoryview] = Future()
         with self._changed:
-            self._unpacking.append(ticket)
+            ticket = attempt.piece.block.ref.ticket
+            heappush(self._unpacking, (ticket, next(self._numbers), size, attempt, granted))
             self._places -= 1  # a later piece that waits here must not delay the request of an earlier one
-            while not (ticket <= self._awaited or self._closed.is_set()):
-                if ticket == min(self._unpacking) and self._fits_ahead(ticket, size):
-                    break
-                self._dispatch()
-                self._changed.wait(CHECK_SECONDS)
-            self._unpacking.remove(ticket)
+            self._grant()
+            self._dispatch()
+        try:
+            return granted.result() if granted.done() else granted
+        finally:
+            del granted  # the traceback of its error holds this frame
+
+    def _grant(self) -> None:
+        """Allocate memory to decode into for those that wait, as far as it fits. Requires the lock."""
+        while self._unpacking:
+            ticket, _, size, attempt, granted = self._unpacking[0]
+            piece, needed = attempt.piece, ticket <= self._awaited
+            ended = piece.finished or self._closed.is_set()
+            if not (needed or ended or self._fits_ahead(ticket, size)):
+                return
+            heappop(self._unpacking)
             self._places += 1
-            if self._closed.is_set():
-                raise PassEnded
-            if ticket <= self._awaited:
-                self._budget.check(self.needed + block.held + size)
-            piece.unpacked += size
-            block.held += size
-            memory.append(self._bodies.allocate(size))
-            return memory[-1]
+            try:
+                if ended:
+                    raise PassEnded
+                if needed:
+                    self._budget.check(self.needed + piece.block.held + size)
+                attempt.memory.append(self._bodies.allocate(size))
+            except BaseException as error:  # noqa: BLE001 - raised by the function that decodes
+                granted.set_exception(error.with_traceback(None))  # which holds this frame
+            else:
+                attempt.unpacked += size
+                piece.block.held += size
+                granted.set_result(attempt.memory[-1])
 
     def _fits_ahead(self, ticket: int, size: int) -> bool:
         """Return whether a block ahead may decode `size` bytes now. Requires the lock.
@@ -448,84 +619,48 @@ class Fetcher:
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
         return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
 
-    def _damaged(self, piece: Piece) -> None:
-        with self._changed:
-            self._end_decoding(piece)
-        self._counters.add(retries=1)
+    def _forget_decoded(self, attempt: Attempt) -> None:
+        """Count the decoded bytes of a request no more: they are counted as the slot's, or dropped."""
+        attempt.piece.block.held -= attempt.unpacked
+        attempt.unpacked = 0
 
-    def _restart_decoding(self, piece: Piece, memory: list[memoryview]) -> None:
-        """Count the decoded bytes of a piece anew, since its decoding is repeated."""
-        del memory[1:]
-        with self._changed:
-            piece.block.held -= piece.unpacked
-            piece.unpacked = 0
+    def _end(self, attempt: Attempt, error: BaseException | None) -> None:
+        """End a request whose piece is in its slot, that failed, or that is not needed any more (`PassEnded`).
 
-    def _end_decoding(self, piece: Piece) -> None:
-        """Record that the body of a piece is decoded or discarded. Requires the lock."""
-        piece.writer = None
-        piece.block.held -= piece.unpacked
-        piece.unpacked = 0
-        self._writers -= 1
-        if self._closed.is_set():
-            self._changed.notify_all()
-
-    def _fetch(self, piece: Piece, number: int) -> memoryview | None:
-        """Return the body of a piece, None if its object is missing, and make the caller its only decoder.
-
-        Raises `PassEnded` if it is not needed.
+        Damaged bytes are requested again.
         """
-        request = partial(self._request, piece, number)
-        retries = piece.block.dataset.store.retries
-        body = request() if number else retries.call(request, on_retry=partial(self._count_retry, piece))
+        piece, loaded, problem = attempt.piece, error is None, None
+        if not attempt.number:
+            piece.retries.ended(attempt.request)
         with self._changed:
-            if piece.finished or piece.writer is not None or self._closed.is_set():
-                raise PassEnded
-            piece.writer = number
-            self._writers += 1
-        return body
-
-    def _request(self, piece: Piece, number: int) -> memoryview | None:
-        """Return the response to one request, and record its time."""
-        if piece.finished or self._closed.is_set():
-            raise PassEnded
-        self._counters.add(requests=int(piece.run.stop > 0), hedges=int(number > 0))
-        field, store = self._shared[piece.block.dataset, piece.field.name]
-        self._executor.prepare(open_reader, field, store)
-        begin = time.perf_counter()
-        if number or piece.fresh:
-            piece.fresh, piece.sent = False, begin
-        try:
-            memory: list[memoryview] = []
-            run, on_repeat = piece.run, Callback(partial(self._counters.add, requests=1))
-            target: Callback | memoryview = Callback(partial(self._allocate_body, memory))
-            if isinstance(piece.field, FieldReader):
-                run = run._replace(sizes=None, crcs=None, picks=None)  # slow to send, and not needed to read
-                if self._executor.workers:  # saves a message
-                    target = self._allocate_body(memory, run.stop - run.start)
-            size = self._executor.call(fetch_body, field, store, run, on_repeat, target)
-        except TransientError as error:
-            # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
-            usual = self._hedging.deadline(piece.run.stop - piece.run.start)
-            late = isinstance(error.__cause__, TimeoutError) and usual > SLOW_SECONDS
-            if late or isinstance(error, ThrottledError):
-                self.pace.throttled()
-            raise
-        piece.sent = NEVER
-        seconds = time.perf_counter() - begin
-        count = size or 0
-        self._hedging.completed(count, seconds)
-        self.pace.completed(count, seconds, bool(self._pending))
-        self._counters.add(bytes_fetched=count, request_seconds=seconds)
-        self._counters.note(in_flight=self.pace.limit)
-        return None if size is None else memory[-1][:size]
-
-    def _allocate_body(self, memory: list[memoryview], size: int) -> memoryview:
-        memory.append(self._bodies.allocate(size))
-        return memory[-1]
-
-    def _count_retry(self, piece: Piece, _error: StorageError, _delay: float) -> None:
-        piece.sent = NEVER
-        self._counters.add(retries=1)
+            self._forget_decoded(attempt)
+            if piece.writer == attempt.number:
+                piece.writer = None
+                self._writers -= 1
+                if self._closed.is_set():
+                    self._changed.notify_all()
+        if is_damage(error) and attempt.damaged < BODY_ATTEMPTS - 1:
+            attempt.damaged += 1
+            attempt.request = piece.retries.request()
+            self._counters.add(retries=1)
+            self._send(attempt)
+            return
+        if error is not None and not isinstance(error, PassEnded):
+            first, count = piece.run.first_sample, piece.run.num_samples
+            problem = wrapped(error, f"reading field {piece.field.name!r} of samples {first} to {first + count - 1}")
+        with self._changed:
+            self._busy -= 1
+            piece.requests -= 1
+            if not piece.finished:
+                piece.error = piece.error or problem
+                if loaded or not piece.requests:
+                    piece.finished = True
+                    self._pieces.remove(piece)
+                    self._places -= 1
+                    self._end_piece(piece.block, None if loaded else piece.error)
+                    piece.error = None  # its traceback may hold the piece
+            self._dispatch()
+        del error, problem  # their tracebacks hold this frame
 
     def _hedge_late(self) -> None:
         """Repeat late requests, the earliest first, as far as hedges are saved up. Requires the lock."""
@@ -544,18 +679,26 @@ class Fetcher:
         self._dispatch()
 
 
-def open_reader(_field: FieldReader | RegionReader, store: Store) -> None:
+Source = tuple[Any, Store]  # a `FieldReader` or a `RegionReader`, and its store
+
+
+def open_reader(source: Source) -> None:
     """Import what reading needs, and open the client."""
-    store.reader()
+    source[1].reader()
 
 
-def fetch_body(
-    field: FieldReader | RegionReader, store: Store, run: Any, on_repeat: Callable[[], None], target: Any
-) -> int | None:
+def fetch_body(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) -> tuple[int, float]:
     """Read the bytes of a run by one request into a target, memory or a function `allocate(size)`.
 
-    Return their number, None if the object is missing.
+    Return their number, -1 if the object is missing, and the seconds.
     """
+    begin = time.perf_counter()
+    body = _read(source, run, on_repeat, target)
+    return -1 if body is None else body.nbytes, time.perf_counter() - begin
+
+
+def _read(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) -> memoryview | None:
+    field, store = source
     store.retries.reached = True  # the manifest was read from this store, maybe in another process
     reader = replace(store.reader(), on_repeat=on_repeat)
     memory: list[memoryview] = []
@@ -572,7 +715,7 @@ def fetch_body(
         if len(part) < body.nbytes:
             raise CorruptError(f"{body.nbytes} bytes of {run.path} were received, expected {len(part)}")
         part[:] = body
-    return body.nbytes
+    return memory[-1][: body.nbytes]
 
 
 # A body's first byte in the arena and its size; the first row of its slot and the end, in the arrays of all slots; and
@@ -580,23 +723,28 @@ def fetch_body(
 Place = tuple[int, int, int, int, int]
 
 
-def decode_rows(field: FieldReader, run: Run, place: Place, out: NDArray[Any]) -> float:
+def decode_rows(source: Source, run: Run, place: Place, out: NDArray[Any]) -> float:
     """Decode a body into the rows of a slot; return the processor time."""
     begin, (start, size, low, high, first) = time.thread_time(), place
-    field.decode(run, arena_bytes(start, size), out[low:high], first)
+    source[0].decode(run, arena_bytes(start, size), out[low:high], first)
     return time.thread_time() - begin
 
 
-def decode_chunks(
-    field: FieldReader, run: Run, place: Place, table: NDArray[np.int64], allocate: Allocate
-) -> tuple[list[int], float]:
-    """Decode a body into memory from `allocate`, and write where its items are to the rows of a slot.
+def fetch_items(
+    source: Source, work: tuple[Run, int, int], on_repeat: Callable[[], None], target: Any, allocate: Allocate
+) -> tuple[tuple[int, float], list[int], tuple[int, NDArray[np.int64]], float]:
+    """Read the bytes of a run as `fetch_body`, and decode them into memory from `allocate`.
 
-    Return which of (the body, *the allocated memory) have the items, and the processor time.
+    `work`: the run, the first sample of its block, and the block's end. Return the result of `fetch_body`, which of
+    (the body, *the allocated memory) have the items, the first row of the block that the run has, with the address and
+    the size of its items and of those of the following rows, and the processor time of decoding.
     """
-    begin, (start, size, low, high, first) = time.thread_time(), place
-    parts, left = [arena_bytes(start, size)], memoryview(bytearray())
-    if in_worker() and (total := field.decoded_bytes(run, parts[0])):  # one message instead of one for each chunk
+    (run, start, stop), (field, _), begin = work, source, time.perf_counter()
+    body = _read(source, run, on_repeat, target)
+    assert body is not None
+    fetched, begin = (body.nbytes, time.perf_counter() - begin), time.thread_time()
+    parts, left = [body], memoryview(bytearray())
+    if in_worker() and (total := field.decoded_bytes(run, body)):  # one message instead of one for each chunk
         parts.append(left := memoryview(allocate(total)))
 
     def keep(size: int) -> memoryview:
@@ -607,20 +755,23 @@ def decode_chunks(
         parts.append(memoryview(allocate(size)))
         return parts[-1]
 
-    used = set()
-    for row, items in field.decode(run, parts[0], None, first, keep) or ():
-        place_items(all_bytes(), table[low:high], row, items)
+    table = np.zeros((stop - start, 2), np.int64)
+    used, rows = set(), []
+    for row, items in field.decode(run, body, None, start, keep) or ():
+        place_items(all_bytes(), table, row, items)
+        rows += [max(row, 0), min(row + len(items), len(table))]
         at = address(items.buffer)
         used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}
-    return sorted(used), time.thread_time() - begin
+    low, high = min(rows, default=0), max(rows, default=0)
+    return fetched, sorted(used), (low, table[low:high]), time.thread_time() - begin
 
 
 def decode_regions(
-    field: RegionReader, run: ArrayRun, body: memoryview | None, block: BlockArrays, allocate: Allocate
+    source: Source, run: ArrayRun, body: memoryview | None, block: BlockArrays, allocate: Allocate
 ) -> tuple[int, int, float]:
     """Decode the chunks of a body into the regions of its block; return (missing, decoded bytes, processor time)."""
     begin = time.thread_time()
-    missing, decoded = field.write(run, ABSENT if body is None else body, block, allocate)
+    missing, decoded = source[0].write(run, ABSENT if body is None else body, block, allocate)
     return missing, decoded, time.thread_time() - begin
 
 

@@ -1,4 +1,4 @@
-"""Turns slots into finished batches: gather, decode, transform, each stage on its own threads.
+"""Turns slots into finished batches: gather, decode, transform, by jobs of the executor.
 
 What touches the bytes of samples is a function at the end of this module, which the executor calls.
 """
@@ -10,17 +10,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, repeat
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.executor import Callback, Executor, Workers
+from streamloader.engine.executor import Callback, Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.gather import BoxCopy, Copy, copy_all, flat, part_of
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
 from streamloader.engine.transform import (
@@ -48,70 +46,6 @@ from streamloader.zarr.columns import ARRAYS
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
-
-Job = Callable[[], None]
-OnError = Callable[[BaseException], None]
-
-
-class WorkerThreads:
-    """Up to `count` daemon threads that run jobs in the order of `submit`; `started` of them start at once.
-
-    Not a `ThreadPoolExecutor`, whose threads are joined at exit: a stalled request would delay it.
-
-    Idle threads hold only the queue, and a closed queue is empty, so a finalizer may hold a `WorkerThreads`.
-    """
-
-    def __init__(self, name: str, count: int, started: int | None = None) -> None:
-        self._jobs: SimpleQueue[tuple[Job, OnError] | None] = SimpleQueue()
-        self._name = name
-        self.count = count
-        self._closed = False
-        self._threads: list[threading.Thread] = []
-        self.grow(count if started is None else started)
-
-    def grow(self, count: int) -> None:
-        """Start threads until `count`, or the maximum, are running. Not thread-safe."""
-        while len(self._threads) < min(count, self.count):
-            name = f"streamloader-{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def submit(self, job: Job, on_error: OnError) -> None:
-        """Queue a job; its thread calls `on_error` with any exception. After `close`, jobs are dropped."""
-        self._jobs.put((job, on_error))
-        if self._closed:
-            self.close()
-
-    def close(self) -> None:
-        """Drop the jobs that have not begun, and let each thread end after its job. Does not wait.
-
-        Takes no lock, since a finalizer may call it in a thread that is inside `submit`. Several threads may close at
-        once: each empties the queue, then puts one end marker per thread.
-        """
-        self._closed = True
-        with suppress(Empty):
-            while True:
-                self._jobs.get_nowait()
-        for _ in self._threads:
-            self._jobs.put(None)
-
-    def join(self, seconds: float) -> bool:
-        """Wait at most `seconds` for each thread; return whether all have ended."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
-
-
-def _run(jobs: SimpleQueue[tuple[Job, OnError] | None]) -> None:
-    while (entry := jobs.get()) is not None:
-        job, on_error = entry
-        try:
-            job()
-        except BaseException as error:  # noqa: BLE001 - the consumer must get any error
-            on_error(error)
-        del entry, job, on_error  # an idle thread must not keep the data of its last job alive
 
 
 @dataclass
@@ -346,7 +280,7 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
 
-    def __init__(self, options: StageOptions, memory: Memory, executor: Executor) -> None:
+    def __init__(self, options: StageOptions, memory: Memory, executor: Executor, on_error: OnError) -> None:
         self._options, self._config, self._executor = options, options.config, executor
         self.transforms = options.transform is not None
         self._blocks = memory.blocks
@@ -369,14 +303,14 @@ class Stages:
         self._closed = False
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
-        self._gather = WorkerThreads("gather", executor.workers)
-        self._decode = WorkerThreads("decode", self._threads if self.decodes else 0)
-        self._transform = WorkerThreads("transform", (1 if alone else executor.workers) if self.transforms else 0)
+        self._copying = executor.jobs("gather", executor.workers, on_error)
+        self._decoding = executor.jobs("decode", self._threads, on_error)
+        # a transform that workers cannot load, and the columns of transformed samples
+        self._here = Threads("transform", 1, on_error)
+        self._transforming = self._here if alone else executor.jobs("transform", executor.workers, on_error)
         # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
-        # ended, so the exit waits for these threads. Threads that wait for a worker need no wait.
-        # The finalizer must not hold a reference to this object.
-        here = [self._decode] * (not executor.workers) + [self._transform] * alone
-        finalize(self, _join_at_exit, here)
+        # ended, so the exit waits for these threads. The finalizer must not hold a reference to this object.
+        finalize(self, _join_at_exit, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
         """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.
@@ -423,13 +357,14 @@ class Stages:
     def close(self) -> None:
         """Let the threads end."""
         self._closed = True
-        for threads in (self._gather, self._decode, self._transform):
-            threads.close()
-        self._executor.abandon("streamloader-transform-")  # a slow one; its result is pickled
+        for jobs in (self._copying, self._decoding, self._here):
+            jobs.close()
+        if isinstance(self._transforming, Calls):
+            self._transforming.close(wait=False)  # a slow one; its result is pickled
 
     def join(self, seconds: float) -> bool:
-        """Wait at most `seconds` for each thread; return whether all have ended."""
-        return all(threads.join(seconds) for threads in (self._gather, self._decode, self._transform))
+        """Wait at most `seconds` for each kind of work; return whether all has ended."""
+        return all(jobs.join(seconds) for jobs in (self._copying, self._decoding, self._here))
 
     def _column(self, batch: Batch, name: str, layout: FieldLayout, places: Ints) -> list[Copy | BoxCopy]:
         """Put the column of a field into the batch, and return what must be copied to it; nothing for images."""
@@ -463,14 +398,9 @@ class Stages:
             self._copied(batch, places)
             return
         count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
-        finish_part = _countdown(count, partial(self._copied, batch, places))
-
-        def run(number: int) -> None:
-            self._executor.call(copy_all, part_of(copies, number, count))
-            finish_part()
-
+        ended = _Countdown(batch, count, partial(self._copied, batch, places))
         for number in range(count):
-            self._gather.submit(partial(run, number), batch.fail)
+            self._copying.submit(Job(copy_all, [part_of(copies, number, count)], ended))
 
     def _copied(self, batch: Batch, places: Ints) -> None:
         if self.decodes and len(places):
@@ -483,10 +413,10 @@ class Stages:
         parts = _divide(len(places), max(1, min(4 * self._threads, len(places) // PART_IMAGES)))
         names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
         crops = {name: self._buffers.lease((len(places), 7), "int64") for name in names}
-        finish_part = _countdown(len(parts) * len(crops), partial(self._finish_decode, batch, crops))
+        ended = _Countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
         for columns in [self._images(batch, name, places, crop) for name, crop in crops.items()]:
             for part in parts:
-                self._decode.submit(partial(self._decode_part, batch, columns, part, finish_part), batch.fail)
+                self._decode_part(batch, columns, part, ended)
 
     def _images(self, batch: Batch, name: str, places: Ints, crops: Ints) -> dict[str, Images]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
@@ -502,24 +432,24 @@ class Stages:
         masks = decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, places, crops))
 
-    def _decode_part(self, batch: Batch, columns: Mapping[str, Images], part: range, finish_part: Job) -> None:
-        if self._closed:
-            return
+    def _decode_part(self, batch: Batch, columns: Mapping[str, Images], part: range, ended: _Countdown) -> None:
         made: list[NDArray[Any]] = []
 
         def allocate(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
             made.append(self._buffers.lease(shape, dtype))
             return made[-1]
 
+        def done(seconds: float | None, error: BaseException | None) -> None:
+            unsized = [name for name, each in columns.items() if each.out is None]
+            for number, name in enumerate(unsized if error is None else ()):
+                arrays = made[number :: len(unsized)]
+                mask = self._config.decoders[name].mask
+                batch.columns[name][part.start : part.stop] = [array[..., 0] if mask else array for array in arrays]
+            self._counters.add(decode_seconds=seconds or 0.0)
+            ended(None, error)
+
         images = [each.part(part) for each in columns.values()]
-        seconds = self._executor.call(decode_images, images, Callback(allocate), on_repeat=made.clear)
-        unsized = [name for name, each in columns.items() if each.out is None]
-        for number, name in enumerate(unsized):
-            arrays = made[number :: len(unsized)]
-            mask = self._config.decoders[name].mask
-            batch.columns[name][part.start : part.stop] = [array[..., 0] if mask else array for array in arrays]
-        self._counters.add(decode_seconds=seconds)
-        finish_part()
+        self._decoding.submit(Job(decode_images, (images, Callback(allocate)), done, repeats=made.clear))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
@@ -540,32 +470,47 @@ class Stages:
         if self._options.transform is None or not count:
             batch.finished.set()
             return
-        parts = _divide(count, self._transform.count)
-        samples: list[Sample] = [{}] * count
-        finish_part = _countdown(len(parts), partial(self._finish_transform, batch, samples))
-        for part in parts:
+        parts = _divide(count, self._transforming.count)
+        samples: list[Any] = [b""] * len(parts)
+        ended = _Countdown(batch, len(parts), partial(self._end_transform, batch, samples))
+        for number, part in enumerate(parts):
             columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
-            self._transform.submit(
-                partial(self._transform_part, batch.plan, columns, samples, part, finish_part), batch.fail
-            )
+            self._transform_part(batch.plan.part(part.start, part.stop, 0), columns, (samples, number), ended)
 
     def _transform_part(
-        self, plan: BatchPlan, columns: Mapping[str, Any], samples: list[Sample], part: range, finish_part: Job
+        self, plan: BatchPlan, columns: Mapping[str, Any], into: tuple[list[Any], int], ended: _Countdown
     ) -> None:
-        """Set the samples of a part to the transformed ones."""
-        rows = slice(part.start, part.stop)
-        keys = [RngKey(self._options.seed, plan.epoch, position) for position in plan.positions[rows].tolist()]
-        numbers, tensors = plan.samples[rows].tolist(), self._config.tensors
-        begin = time.perf_counter()
+        """Begin to transform a part of a batch, and set an item of a list to its samples; in workers they are pickled.
+
+        The seconds include those in which a transform waits for others of its worker.
+        """
+        labels = [RngKey(self._options.seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
+        tensors, begin = self._config.tensors, 0.0
+
+        def begins() -> None:
+            nonlocal begin
+            begin = time.perf_counter()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            into[0][into[1]] = result
+            self._counters.add(transform_seconds=time.perf_counter() - begin)
+            ended(None, error)
+
         if self._shared_transform is not None:
-            arguments = self._shared_transform, columns, (keys, numbers), tensors, self._with_rng
-            samples[rows] = loads(self._executor.call(transform_rows, *arguments))
+            arguments = self._shared_transform, columns, labels, tensors, self._with_rng
+            job = Job(transform_rows, arguments, done, begins)
         else:
-            generator = "" if tensors is None else tensors.generator
-            transform, own = self._held_transform(), rows_of(columns, len(part))
-            samples[rows] = apply(transform, own, keys, numbers, generator, with_rng=self._with_rng)
-        self._counters.add(transform_seconds=time.perf_counter() - begin)
-        finish_part()
+            job = Job(self._apply, (columns, labels), done, begins)
+        self._transforming.submit(job)
+
+    def _apply(self, columns: Mapping[str, Any], labels: tuple[list[RngKey], list[int]]) -> list[Sample]:
+        generator = "" if self._config.tensors is None else self._config.tensors.generator
+        own = rows_of(columns, len(labels[1]))
+        return apply(self._held_transform(), own, *labels, generator, with_rng=self._with_rng)
+
+    def _end_transform(self, batch: Batch, samples: list[Any]) -> None:
+        finish = Job(self._collate, (batch, samples), _Countdown(batch, 1, batch.finished.set))
+        self._here.submit(finish)
 
     def _held_transform(self) -> Transform:
         held = None if self._options.transform is None else self._options.transform()
@@ -573,13 +518,32 @@ class Stages:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
         return held.call
 
-    def _finish_transform(self, batch: Batch, samples: Sequence[Sample]) -> None:
+    def _collate(self, batch: Batch, parts: list[Any]) -> None:
+        """Make the columns of transformed samples."""
         numbers, tensors = batch.plan.samples.tolist(), self._config.tensors
+        samples = [one for part in parts for one in (loads(part) if isinstance(part, bytes) else part)]
         if self._options.batched:
             batch.columns = collate(samples, numbers, tensors, self._ragged)
         else:
             batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
-        batch.finished.set()
+
+
+class _Countdown:
+    """Ends `count` jobs of a batch: the last one calls `then`, and an error fails the batch."""
+
+    def __init__(self, batch: Batch, count: int, then: Callable[[], object]) -> None:
+        self._batch, self._then = batch, then
+        self._left = iter(range(count - 1, -1, -1))  # `next` of it is atomic
+
+    def __call__(self, _: object, error: BaseException | None) -> None:
+        try:
+            if error is None and not next(self._left):
+                self._then()
+        except BaseException as problem:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
+            error = problem
+        if error is not None:
+            self._batch.fail(error)
+        del error  # its traceback may hold this frame
 
 
 def transform_rows(
@@ -603,23 +567,12 @@ def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..
     return {name: Ragged(values, column.offsets), f"{name}_valid": Ragged(valid, column.offsets)}
 
 
-def _join_at_exit(workers: Sequence[WorkerThreads]) -> None:
-    for threads in workers:
+def _join_at_exit(here: Sequence[Threads]) -> None:
+    for threads in here:
         threads.close()
     if threading.main_thread().ident == threading.get_ident():  # at exit: a deleted object has no running threads
-        for threads in workers:
+        for threads in here:
             threads.join(EXIT_SECONDS)
-
-
-def _countdown(count: int, callback: Job) -> Job:
-    """Return a function whose `count`-th call calls `callback`, in the same thread."""
-    remaining = iter(range(count - 1, -1, -1))  # `next` of it is atomic
-
-    def count_down() -> None:
-        if not next(remaining):
-            callback()
-
-    return count_down
 
 
 def _divide(count: int, parts: int) -> list[range]:

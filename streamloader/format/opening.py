@@ -39,11 +39,16 @@ def reread(read: Callable[[], Result], on_damage: Callable[[], None] | None = No
         try:
             return read()
         except FormatError as error:
-            if isinstance(error.__cause__, NotFoundError):
+            if not is_damage(error):
                 raise
             if on_damage is not None:
                 on_damage()
     return read()
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Return whether an error is one of bytes, which may be right when they are read again."""
+    return isinstance(error, FormatError) and not isinstance(error.__cause__, NotFoundError)
 
 
 def open_root(store: Store, split: str | None = None, version: int | None = None) -> Opened:

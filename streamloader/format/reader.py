@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -263,6 +263,11 @@ class FieldReader:
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return placed if out is None else None
+
+    def decoded_size(self, runs: Iterable[Run]) -> int:
+        """Return the estimated bytes of the decoded chunks of runs."""
+        stored = sum(int((run.stop - run.start) * run.share) for run in runs)
+        return stored * max(1, self.layout.nbytes) // max(1, self.layout.stored)
 
     def decoded_bytes(self, run: Run, data: memoryview) -> int:
         """Return the bytes of the decompressed chunks of a run, 0 if they are not compressed or damaged."""

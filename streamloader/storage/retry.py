@@ -480,34 +480,60 @@ class Retrier:
         `on_retry(error, seconds)` is called before the wait for each retry. Raises an error of the last failure's type,
         with the number of attempts and the total time.
         """
-        request = _Request(self._timing.clock())
+        request = self.request()
         sleep = getattr(self._thread, "sleep", self._timing.sleep)
         try:
             while True:
-                self._wait_for_turn(sleep)
-                sent = self._timing.clock()
+                while seconds := self.wait():
+                    sleep(seconds)
+                request.sent = self._timing.clock()
                 try:
                     result = call()
-                except (NotFoundError, errors.ObjectExistsError):
-                    self._succeeded()  # the endpoint has responded
-                    raise
                 except StorageError as error:
-                    delay = self._delay(request, sent, error)
-                    if delay is None and request.attempts == 1:
-                        raise
-                    if delay is None:
-                        seconds = self._timing.clock() - request.begin
-                        problem = f"{error.problem} ({request.attempts} attempts in {seconds:.1f} s)"
-                        raise type(error)(problem, error.remedy) from error
+                    delay = self.failed(request, error)
                     if on_retry is not None:
                         on_retry(error, delay)
                     sleep(delay)
                 else:
-                    self._succeeded()
+                    self.succeeded()
                     return result
         finally:
-            if request.attempts:
-                self._end_failing()
+            self.ended(request)
+
+    def request(self) -> Request:
+        """Return a request that is sent now: `call` without its loop, for those who do not wait.
+
+        The caller sends it once `wait` returns 0, sets `sent` each time, reports every attempt by `succeeded` or
+        `failed`, and then calls `ended`.
+        """
+        now = self._timing.clock()
+        return Request(now, now)
+
+    def failed(self, request: Request, error: StorageError) -> float:
+        """Record a failed attempt, and return the seconds to wait before the next one.
+
+        Raises an error of the same type, with the number of attempts and the total time, if there is none.
+        """
+        if isinstance(error, (NotFoundError, errors.ObjectExistsError)):
+            self.succeeded()  # the endpoint has responded
+            raise error
+        delay = self._delay(request, error)
+        if delay is None and request.attempts == 1:
+            raise error
+        if delay is None:
+            seconds = self._timing.clock() - request.begin
+            problem = f"{error.problem} ({request.attempts} attempts in {seconds:.1f} s)"
+            raise type(error)(problem, error.remedy) from error
+        return delay
+
+    def ended(self, request: Request) -> None:
+        """End a request, and forget the outage if no other one that has failed waits for its end."""
+        if not request.attempts:
+            return
+        with self._lock:
+            self._failing -= 1
+            if not self._failing:
+                self._outage.forget()
 
     @property
     def waiting_for(self) -> str:
@@ -524,9 +550,9 @@ class Retrier:
             return ""
         return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
-    def _delay(self, request: _Request, sent: float, error: StorageError) -> float | None:
+    def _delay(self, request: Request, error: StorageError) -> float | None:
         """Record a failure, and return the seconds to wait before the retry, None if there is none."""
-        timing, policy = self._timing, self.policy
+        timing, policy, sent = self._timing, self.policy, request.sent
         now, jitter = timing.clock(), timing.jitter()
         request.attempts += 1
         if request.attempts == 1:
@@ -560,23 +586,19 @@ class Retrier:
         self._report()
         return delay
 
-    def _end_failing(self) -> None:
-        """End a request that has failed, and forget the outage if no other request waits for its end."""
+    def wait(self) -> float:
+        """Return how many seconds a request waits, in an outage, before it asks again; 0 if it may be sent now."""
+        if not self._outage.declared:
+            return 0.0
         with self._lock:
-            self._failing -= 1
-            if not self._failing:
-                self._outage.forget()
+            wait = self._outage.wait(self._timing.clock(), self._timing.jitter())
+        if wait <= 0:
+            return 0.0
+        self._report()
+        return min(wait, POLL_SECONDS)
 
-    def _wait_for_turn(self, sleep: Callable[[float], None]) -> None:
-        while self._outage.declared:
-            with self._lock:
-                wait = self._outage.wait(self._timing.clock(), self._timing.jitter())
-            if wait <= 0:
-                return
-            self._report()
-            sleep(min(wait, POLL_SECONDS))
-
-    def _succeeded(self) -> None:
+    def succeeded(self) -> None:
+        """Record a response of the endpoint, which ends an outage."""
         now = self._timing.clock()
         with self._lock:
             self.reached = True
@@ -596,10 +618,11 @@ class Retrier:
 
 
 @dataclass(slots=True)
-class _Request:
-    """One request to the store, with the times of its first attempt and of its first failed one."""
+class Request:
+    """A request to the store, with the times of its first attempt, its last one, and its first failed one."""
 
     begin: float
+    sent: float
     attempts: int = 0
     limited: int = 0  # failures whose error limits the attempts
     backoffs: int = 0  # retries outside of a declared outage

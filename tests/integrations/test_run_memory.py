@@ -21,23 +21,23 @@ SPIKE = 8 << 20
 
 RUN = """
 import json, re, sys, time
-from streamloader.engine.fetcher import Fetcher
+from streamloader.engine import fetcher
 from streamloader.errors import MemoryBudgetError
 from streamloader.options import Decode, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
 
 url, arguments = sys.argv[1], json.loads(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-memory, slow, request = arguments.pop("memory"), arguments.pop("slow", -1), Fetcher._request
+memory, slow, fetch = arguments.pop("memory"), arguments.pop("slow", -1), fetcher.fetch_items
 
 
-def request_late(self, piece, number):
-    if piece.run.first_sample == slow:
+def fetch_late(source, work, *args):
+    if work[0].first_sample == slow:
         time.sleep(1)
-    return request(self, piece, number)
+    return fetch(source, work, *args)
 
 
-Fetcher._request = request_late
+fetcher.fetch_items = fetch_late
 if arguments.pop("corner", False):
     arguments["transform"] = lambda sample: {"x": sample["x"][:32, :32].copy()}
 if "size" in arguments:
