@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import h5py
+import netCDF4
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -174,11 +175,18 @@ def test_a_missing_image_reaches_a_map_function_beside_resized_ones(tmp_path):
 FEW = 5
 RECORDS = np.zeros(FEW, [("n", "<i4"), ("at", "<f8", (2,)), ("name", "S3")])
 RECORDS["n"], RECORDS["at"], RECORDS["name"] = np.arange(FEW), np.arange(2 * FEW).reshape(FEW, 2), b"abc"
+TIMES = np.arange("2024-01-01", "2024-01-06", dtype="M8[D]").astype("M8[s]")
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     "records": RECORDS,
-    "times": np.arange("2024-01-01", "2024-01-06", dtype="M8[D]").astype("M8[s]"),
+    "big": RECORDS.astype([("n", ">i4"), ("at", ">f8", (2,)), ("name", "S3")]),
+    "times": TIMES,
+    "big_times": TIMES.astype(">M8[s]"),
+    "durations": TIMES - TIMES[0],
     "complex": np.arange(2 * FEW).reshape(FEW, 2) * 1j,
+    "wide": np.arange(FEW, dtype=np.longdouble) / 3,
     "texts": np.array([["a", "bc"]] * FEW),
+    "raw": np.arange(FEW, dtype="<u4").view("V4"),
+    "other": np.zeros(FEW, [("\u4e2d", "i4")]),
 }
 X = np.arange(FEW, dtype=np.int16)
 
@@ -191,22 +199,28 @@ def mapped(src: Any, root: Any, **options: Any) -> list[dict[str, Any]]:
     return seen[-FEW:]
 
 
-@pytest.mark.parametrize("kind", ["npz", "h5", "zarr"])
-def test_arrays_that_no_field_holds_are_left_out_with_columns(kind, tmp_path):
-    src, arrays = tmp_path / f"it.{kind}", {"x": X, "complex": ARRAYS["complex"]}
-    if kind == "npz":
-        np.savez(src, **arrays)
-    elif kind == "h5":
-        with h5py.File(src, "w") as file:
-            for key, array in arrays.items():
-                file[key] = array
+def assert_gets(src: Any, root: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    for name in arrays:
+        with pytest.raises(SourceError):
+            sl.convert(src, root / "no", fields=["x", name], dry_run=True, workers=0)
+    samples = mapped(src, root)
+    for name, rows in arrays.items():
+        for sample, row in zip(samples, rows, strict=True):
+            assert np.asarray(sample[name]).dtype == np.asarray(row).dtype
+            assert str(sample[name]) == str(row)
+
+
+@pytest.mark.filterwarnings("ignore:Stored array in format 3.0")
+@pytest.mark.parametrize("kind", ["npy", "npz", "compressed npz"])
+def test_a_map_function_gets_the_rows_of_numpy_files_that_no_field_holds(kind, tmp_path):
+    src = tmp_path / ("it" if kind == "npy" else "it.npz")
+    if kind == "npy":
+        src.mkdir()
+        for name, array in {"x": X, **ARRAYS}.items():
+            np.save(src / f"{name}.npy", array)
     else:
-        group = zarr.open_group(src, mode="w")
-        for key, array in arrays.items():
-            group.create_array(key, data=array)
-    with pytest.raises(SourceError, match=r"complex128.* leave "):
-        mapped(src, tmp_path)
-    assert [list(sample) for sample in mapped(src, tmp_path, columns="x")] == [["x"]] * FEW
+        (np.savez if kind == "npz" else np.savez_compressed)(src, x=X, **ARRAYS)
+    assert_gets(src, tmp_path, ARRAYS)
 
 
 def test_columns_and_fields_choose_among_the_arrays_of_numpy_files(tmp_path):
@@ -215,6 +229,64 @@ def test_columns_and_fields_choose_among_the_arrays_of_numpy_files(tmp_path):
         mapped(tmp_path / "it.npz", tmp_path)
     assert [list(sample) for sample in mapped(tmp_path / "it.npz", tmp_path, columns="x")] == [["x"]] * FEW
     sl.convert(tmp_path / "it.npz", tmp_path / "x", fields="x", workers=0)
+
+
+@pytest.mark.parametrize("chunks", [None, True])
+def test_a_map_function_gets_the_rows_of_hdf5_that_no_field_holds(chunks, tmp_path):
+    arrays = {name: ARRAYS[name] for name in ("records", "big", "complex", "wide", "raw")}
+    arrays["nested"] = np.arange(FEW * 3, dtype="<i4").reshape(FEW, 3)
+    with h5py.File(tmp_path / "it.h5", "w") as file:
+        for name, array in {"x": X, **arrays}.items():
+            dtype = np.dtype(("<i4", (3,))) if name == "nested" else array.dtype
+            file.create_dataset(name, (FEW,) if name == "nested" else array.shape, dtype, chunks=chunks)[...] = array
+    assert_gets(tmp_path / "it.h5", tmp_path, arrays)
+
+
+def test_arrays_of_variable_length_in_hdf5_reach_a_map_function_in_their_byte_order(tmp_path):
+    items = h5py.vlen_dtype(np.dtype(">i4"))
+    dtype = np.dtype([("n", "<i4"), ("items", items), ("name", h5py.string_dtype())])
+    with h5py.File(tmp_path / "it.h5", "w") as file:
+        file["x"] = X
+        records = file.create_dataset("records", (FEW,), dtype=dtype)
+        table = file.create_dataset("table", (FEW, 2), dtype=items)
+        references = file.create_dataset("reference", (FEW,), dtype=h5py.ref_dtype)
+        for row in range(FEW):
+            records[row] = (row, np.arange(row, dtype=">i4"), "é")
+            table[row] = [np.arange(row, dtype=">i4"), np.arange(2, dtype=">i4")]
+            references[row] = file["x"].ref
+    for row, sample in enumerate(mapped(tmp_path / "it.h5", tmp_path)):
+        record = sample["records"]
+        assert (record["n"], record["items"].tolist(), record["name"]) == (row, list(range(row)), "é".encode())
+        assert [item.tolist() for item in sample["table"]] == [list(range(row)), [0, 1]]
+        assert isinstance(sample["reference"], h5py.Reference)
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_a_map_function_gets_the_variables_of_netcdf_that_no_field_holds(classic, tmp_path):
+    with netCDF4.Dataset(tmp_path / "it.nc", "w", format="NETCDF3_CLASSIC" if classic else "NETCDF4") as file:
+        for name, size in {"t": None, "y": 2, "z": 3}.items():
+            file.createDimension(name, size)
+        file.createVariable("x", "i2", ("t",))[:] = X
+        values = np.full((FEW, 2, 3), b"x")
+        if not classic:
+            values = RECORDS[["n"]].astype([("n", "<i4")])
+        kind = "S1" if classic else file.createCompoundType(values.dtype, "kind")
+        file.createVariable("a", kind, ("t", "y", "z") if classic else ("t",))[:] = values
+    assert_gets(tmp_path / "it.nc", tmp_path, {"a": values})
+
+
+@pytest.mark.filterwarnings("ignore:The data type")
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_map_function_gets_the_rows_of_zarr_that_no_field_holds(version, tmp_path):
+    names = ("times", "big_times", "durations", "complex", "texts", "raw")
+    arrays = {**{name: ARRAYS[name] for name in names}, "one": RECORDS[["n"]].astype([("n", "<i4")])}
+    group = zarr.open_group(tmp_path / "it.zarr", mode="w", zarr_format=version)
+    group.create_array("x", data=X)
+    for name, array in arrays.items():
+        stored = group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=(2, 2)[: array.ndim])
+        stored[:3] = array[:3]  # the last chunk is missing
+        arrays[name] = stored[...]
+    assert_gets(tmp_path / "it.zarr", tmp_path, arrays)
 
 
 def test_a_map_function_gets_the_arrays_of_a_tar_that_no_field_holds(tmp_path):
@@ -254,6 +326,14 @@ def test_members_of_a_tar_that_are_not_chosen_are_not_read(tmp_path, monkeypatch
     assert sl.open(tmp_path / "x").read("cls", 0, FEW).tolist() == X.tolist()
     with pytest.raises(FieldError, match="has no field 'nope'; it has bin, cls, npy"):
         sl.convert(tmp_path / "it.tar", tmp_path / "no", fields="nope", workers=0)
+
+
+def test_files_whose_rows_differ_in_dtype_are_not_joined_for_a_map_function(tmp_path):
+    for number, dtype in enumerate(([("n", "<i4")], [("n", "<i8")])):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["a"] = np.zeros(FEW, dtype)
+    with pytest.raises(SourceError, match=r"a=\[\('n', '<i8'\)\].* a=\[\('n', '<i4'\)\]"):
+        mapped(tmp_path / "*.h5", tmp_path)
 
 
 def test_several_byte_strings_of_a_tfrecord_reach_a_map_function(tmp_path):

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, damaged, drop_rows, split_rows
-from streamloader.conversion.sources.fields import FieldSelection
+from streamloader.conversion.sources.fields import ANY, FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
 from streamloader.errors import FieldError, FormatError, SourceError, StreamloaderError
@@ -34,6 +35,7 @@ _LONGEST = 500  # characters of an attribute or a message that are kept
 
 Into = Mapping[str, Any]  # the column to fill for each field: an array (rows, *shape), or a list to extend
 Read = Callable[[NDArray[np.int64], Into], None]
+Kind = Field | np.dtype[Any]  # of the rows of an array: if no field holds them, their dtype, for a map function
 Bad = Iterator[tuple[int, str]]  # the position and the problem of each bad row
 
 
@@ -48,10 +50,15 @@ class Container:
 
     where: str
     num_samples: int
-    fields: Mapping[str, Field]
+    kinds: Mapping[str, Kind]
     read: Read
     notes: Mapping[str, Any] = field(default_factory=dict)
     unpackings: Mapping[str, Unpacking] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields of the rows, `ANY` for values that only a map function gets."""
+        return {name: ANY if isinstance(kind, np.dtype) else kind for name, kind in self.kinds.items()}
 
     def packing(self, name: str) -> dict[str, str]:
         """Return the attributes with which the stored values of a field are decoded."""
@@ -74,14 +81,12 @@ class Container:
                 yield i, f"its field {name!r} {problem}"
 
 
-Piece = tuple[Container, NDArray[np.int64]]  # some of its rows
-
-
-def _read_pieces(fields: Mapping[str, Field], pieces: Sequence[Piece], on_bad: OnBad) -> dict[str, Column]:
+def _read_pieces(
+    kinds: Mapping[str, Kind], pieces: Sequence[tuple[Container, NDArray[np.int64]]], on_bad: OnBad
+) -> dict[str, Column]:
     """Return the columns of the given rows of each container; a row that its fields cannot hold is bad."""
-    count, columns = sum(len(rows) for _, rows in pieces), dict[str, Column]()
-    for name, kind in fields.items():
-        columns[name] = np.empty((count, *kind.shape), kind.stored_dtype) if kind.fixed else []
+    count = sum(len(rows) for _, rows in pieces)
+    columns = {name: empty_column(kind, count) for name, kind in kinds.items()}
     bad: dict[int, BadSample] = {}
     done = 0
     for container, rows in pieces:
@@ -97,6 +102,13 @@ def _read_pieces(fields: Mapping[str, Field], pieces: Sequence[Piece], on_bad: O
     return drop_rows(columns, bad) if bad else columns
 
 
+def empty_column(kind: Kind, count: int) -> Column:
+    """Return an uninitialised column of rows of a fixed size, a list to extend for others."""
+    if isinstance(kind, np.dtype):
+        return np.empty(count, kind)
+    return np.empty((count, *kind.shape), np.dtype(kind.dtype).newbyteorder("<")) if kind.fixed else []
+
+
 def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container], raw: bool = False) -> Source:
     """Return the source of one or more containers; its notes are those of the first.
 
@@ -104,8 +116,8 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
     """
     first = containers[0]
     for container in containers[1:]:
-        if dict(container.fields) != dict(first.fields):
-            fields, expected = (", ".join(f"{k}={v}" for k, v in c.fields.items()) for c in (container, first))
+        if dict(container.kinds) != dict(first.kinds):
+            fields, expected = (", ".join(f"{k}={v}" for k, v in c.kinds.items()) for c in (container, first))
             problem = f"{container.where} holds {fields}, {first.where} {expected}"
             raise SourceError(problem, "give all files the same arrays, or convert those that differ on their own")
         differ = next((name for name in first.fields if container.packing(name) != first.packing(name)), None)
@@ -116,7 +128,7 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
 
     def fragment(rows: NDArray[np.int64]) -> partial[dict[str, Column]]:
         pieces = [(replace(containers[number], notes={}), within) for number, _, within in split_rows(counts, rows)]
-        return partial(_read_pieces, dict(first.fields), pieces)
+        return partial(_read_pieces, dict(first.kinds), pieces)
 
     return Source(url, files, dict(first.fields), int(counts.sum()), first.notes, fragment)
 
@@ -151,6 +163,19 @@ def tensor_field(dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> Fi
     if field.item_bytes > MAX_CHUNK_BYTES:
         raise unfit(f"{where} has rows of {field.item_bytes} bytes, the format holds up to {MAX_CHUNK_BYTES}")
     return field
+
+
+def kind_of(describe: Callable[[], Field], dtype: np.dtype[Any], shape: tuple[int, ...], mapped: bool) -> Kind:
+    """Return the field that a function describes; if no field holds the rows and they are `mapped`, their dtype.
+
+    Raises the `SourceError` of the function, also for rows without values, or of 2 GiB.
+    """
+    try:
+        return describe()
+    except SourceError:
+        if not mapped or not shape or not 0 < dtype.itemsize * prod(shape[1:]) < 1 << 31:
+            raise
+        return np.dtype((dtype, shape[1:]))
 
 
 def unfit(problem: str, remedy: str = "") -> SourceError:
@@ -283,4 +308,4 @@ def decoded(container: Container, attributes: Mapping[str, Mapping[str, Any]], r
     if unpackings:
         notes["decoded"] = {name: str(unpacking) for name, unpacking in unpackings.items()}
     changed = {name: replace(container.fields[name], dtype=unpacking.dtype) for name, unpacking in unpackings.items()}
-    return replace(container, fields={**container.fields, **changed}, notes=notes, unpackings=unpackings)
+    return replace(container, kinds={**container.kinds, **changed}, notes=notes, unpackings=unpackings)

@@ -169,13 +169,14 @@ def _container(
     stored: dict[str, H5Array] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for name, dataset in datasets.items():
-        stored[name] = _describe(dataset, f"{raw.name}::{dataset.name}", raw.info.size, selection.fields.get(name))
+        where, selected = f"{raw.name}::{dataset.name}", selection.fields.get(name)
+        stored[name] = _describe(dataset, where, raw.info.size, selected, selection.mapped)
         present = set(dataset.attrs)  # other attributes may have types that h5py cannot read
         attributes[name] = {key: dataset.attrs[key] for key in arrays.ATTRIBUTES if key in present}
     length = arrays.common_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
-    fields = {name: array.field for name, array in stored.items()}
+    kinds = {name: array.kind for name, array in stored.items()}
     read = partial(_read_file, Content(raw.store, raw.info), stored)
-    container = arrays.Container(raw.name, length, fields, read, notes)
+    container = arrays.Container(raw.name, length, kinds, read, notes)
     return arrays.decoded(container, attributes, selection.raw or not netcdf)
 
 
@@ -256,7 +257,7 @@ class H5Array:
     """A dataset. `dtype` is that of the stored values, or of the items of a row."""
 
     path: str
-    field: Field
+    kind: arrays.Kind
     shape: tuple[int, ...]
     dtype: str
 
@@ -267,11 +268,11 @@ def _dtype(dataset: Any) -> Any:
     return dataset.dtype if items is None else items
 
 
-def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5Array:
+def _describe(dataset: Any, where: str, size: int, selected: Field | None, mapped: bool) -> H5Array:
     """Return the description of an h5py dataset; `selected` is the field that the user gives for it, if any.
 
-    `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, and
-    for a compression filter that is not installed.
+    `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, unless
+    they are `mapped`, and for a compression filter that is not installed.
     """
     created = dataset.id.get_create_plist()
     for number in range(created.get_nfilters()):
@@ -289,7 +290,8 @@ def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5
     shape = tuple(int(n) for n in dataset.shape)
     stored = dataset.id.get_type().get_size()
     arrays.check_claim(where, prod(shape) * stored, size, prod(dataset.chunks or ()) * stored)
-    return H5Array(dataset.name, _field_of(dtype, shape, where, selected), shape, str(items))
+    kind = arrays.kind_of(partial(_field_of, dtype, shape, where, selected), dtype, shape, mapped)
+    return H5Array(dataset.name, kind, shape, str(items))
 
 
 def _field_of(dtype: np.dtype[Any], shape: tuple[int, ...], where: str, selected: Field | None) -> Field:
@@ -334,7 +336,7 @@ def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers
 
 
 def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
-    text, items = h5py.check_string_dtype(dataset.dtype) is not None, h5py.check_vlen_dtype(dataset.dtype)
+    text = h5py.check_string_dtype(dataset.dtype) is not None
     step, longest, gap = 1, PIECE_ITEMS, 0
     if not dataset.dtype.hasobject:
         row_bytes = dataset.dtype.itemsize * prod(dataset.shape[1:])
@@ -345,13 +347,24 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]
+        _restore_items(block, dataset.dtype)
         if isinstance(column, np.ndarray):
             column[i:j] = block
         elif text:
             texts = np.ascontiguousarray(block).view(f"S{block.shape[1]}") if block.ndim == 2 else block
             column.extend(texts.reshape(-1).tolist())
-        else:  # h5py keeps the stored bytes of items, with the machine's dtype
-            column.extend(item.view(items).astype(items.newbyteorder("<"), copy=False).tobytes() for item in block)
+        else:
+            column.extend(item.astype(item.dtype.newbyteorder("<"), copy=False).tobytes() for item in block)
+
+
+def _restore_items(values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Give the arrays in values of h5py's dtype their own dtype: h5py keeps stored bytes, with the machine's dtype."""
+    items = h5py.check_vlen_dtype(dtype)
+    if isinstance(items, np.dtype) and not items.hasobject:
+        for index, item in np.ndenumerate(values):
+            values[index] = item.view(items)
+    for name in dtype.names or ():
+        _restore_items(values[name], dtype[name])
 
 
 def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> arrays.Container:
@@ -367,11 +380,14 @@ def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> array
     originals = arrays.pick(dimensions, selection, raw.name)
     originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), raw.name, {unlimited})
     variables = {field: stored[name] for field, name in originals.items()}
-    fields = {field: _field(each, f"{raw.name}::/{originals[field]}") for field, each in variables.items()}
+    kinds: dict[str, arrays.Kind] = {}
+    for field, variable in variables.items():
+        describe = partial(_field, variable, f"{raw.name}::/{originals[field]}")
+        kinds[field] = arrays.kind_of(describe, variable.dtype, variable.shape, selection.mapped)
     length = next(iter(variables.values())).shape[0]
     read = partial(_read_classic, Content(raw.store, raw.info), variables)
     attributes = {field: variable.attributes for field, variable in variables.items()}
-    container = arrays.Container(raw.name, length, fields, read, {**notes, "arrays": originals})
+    container = arrays.Container(raw.name, length, kinds, read, {**notes, "arrays": originals})
     return arrays.decoded(container, attributes, selection.raw)
 
 

@@ -44,7 +44,7 @@ class NpyArray:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     count: int
-    field: Field
+    kind: arrays.Kind
     member: str = ""
 
     @property
@@ -68,10 +68,10 @@ _HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
 }
 
 
-def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str) -> NpyArray:
+def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str, *, mapped: bool) -> NpyArray:
     """Return the array in the `size` bytes from `start` on, which begin with `head`; `where` names it in messages.
 
-    Raises `SourceError` unless it is a complete, plain array in C order, of a dtype that fields have.
+    Raises `SourceError` unless it is a complete, plain array in C order, of a dtype that fields have or `mapped`.
     """
     file = io.BytesIO(head)
     with arrays.reading(f"{where} is not a readable .npy"):
@@ -86,11 +86,11 @@ def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, wh
     if fortran and len(shape) > 1:
         problem = f"{where} is in Fortran order: rows are not contiguous"
         raise SourceError(problem, "save numpy.ascontiguousarray(array)")
-    field = arrays.tensor_field(dtype, shape, where)
+    kind = arrays.kind_of(partial(arrays.tensor_field, dtype, shape, where), dtype, shape, mapped)
     needed = file.tell() + dtype.itemsize * prod(shape)
     if needed > size:
         raise damaged(f"{where} has {size} bytes, its header says {needed}: it is truncated, or damaged")
-    return NpyArray(info, start + file.tell(), dtype, shape[1:], shape[0], field)
+    return NpyArray(info, start + file.tell(), dtype, shape[1:], shape[0], kind)
 
 
 def _npy_arrays(listing: Listing, files: Sequence[ObjectInfo], selection: FieldSelection) -> dict[str, NpyArray]:
@@ -100,7 +100,7 @@ def _npy_arrays(listing: Listing, files: Sequence[ObjectInfo], selection: FieldS
     for name in arrays.pick(infos, selection, listing.url).values():
         info = infos[name]
         head = read_range(store, Range(info.path, 0, min(info.size, _HEADER_BYTES)))
-        stored[name] = _parse(head, info, 0, info.size, f"{store.url}/{info.path}")
+        stored[name] = _parse(head, info, 0, info.size, f"{store.url}/{info.path}", mapped=selection.mapped)
     return stored
 
 
@@ -119,9 +119,9 @@ def _npz_arrays(listing: Listing, info: ObjectInfo, selection: FieldSelection) -
                 start = entry.header_offset + _LOCAL_HEADER
                 start += sum(struct.unpack("<HH", read_range(store, Range(info.path, start - 4, start))))
                 size = min(entry.file_size, info.size - start)
-                stored[name] = _parse(head, info, start, size, where)
+                stored[name] = _parse(head, info, start, size, where, mapped=selection.mapped)
             else:
-                array = _parse(head, info, 0, entry.file_size, where)
+                array = _parse(head, info, 0, entry.file_size, where, mapped=selection.mapped)
                 arrays.check_claim(where, array.row_bytes * array.count, entry.compress_size)
                 stored[name] = replace(array, member=entry.filename)
     return stored
@@ -179,8 +179,8 @@ def open_npy(listing: Listing, selection: FieldSelection) -> Source:
     originals = {field: name for name, field in field_names(list(by_name), listing.url).items()}
     count = arrays.common_length({name: array.count for name, array in by_name.items()}, listing.url)
     stored = {field: by_name[name] for field, name in originals.items()}
-    fields, read = {name: array.field for name, array in stored.items()}, partial(_read, listing.store, stored)
-    return arrays.stack(listing.url, files, [arrays.Container(listing.url, count, fields, read, {"arrays": originals})])
+    kinds, read = {name: array.kind for name, array in stored.items()}, partial(_read, listing.store, stored)
+    return arrays.stack(listing.url, files, [arrays.Container(listing.url, count, kinds, read, {"arrays": originals})])
 
 
 def _files(listing: Listing) -> tuple[ObjectInfo, ...]:

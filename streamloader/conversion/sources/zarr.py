@@ -11,6 +11,7 @@ the sample axis, are stored beside the fields (SPEC.md, section 15): the dataset
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -25,7 +26,7 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
-from streamloader.errors import FieldError, SourceError
+from streamloader.errors import FieldError, FormatError, SourceError
 from streamloader.format.codecs import with_checksum
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.metadata import group_document, plain_document
@@ -35,7 +36,7 @@ from streamloader.storage.objects import ObjectInfo, join_path
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.cf import Unpacking, unpacking_of
-from streamloader.zarr.metadata import ARRAYS, DOCUMENTS, Document, ZarrArray, read_group
+from streamloader.zarr.metadata import ARRAYS, DOCUMENTS, Document, Values, ZarrArray, read_group
 from streamloader.zarr.reader import ArrayReader, Target, find_index, parse_channel
 
 Files = Mapping[str, ObjectInfo]
@@ -78,18 +79,62 @@ def _is_dataset(document: Document) -> bool:
     return not _is_array(document) and isinstance(document["attributes"].get(FORMAT), Mapping)
 
 
-def _describe(store: Store, array: ZarrArray, where: str, stored: int) -> Field:
-    """Return the field of an array. `stored` is the size of its store in bytes.
+@dataclass(frozen=True, eq=False)
+class NumpyArray(ZarrArray):
+    """An array of values that only a map function gets: complex numbers, structures, times and others of numpy."""
 
-    Raises `SourceError`, which names `where`, if no field holds its values, and `FormatError` for damaged metadata.
+    @cached_property
+    def _type(self) -> Any:
+        from zarr.dtype import parse_dtype
+
+        if self.version == 2:
+            return parse_dtype({"name": self.document["dtype"], "object_codec_id": None}, zarr_format=2)
+        return parse_dtype(self.document["data_type"], zarr_format=3)
+
+    @cached_property
+    def values(self) -> Values:
+        """The dtype of numpy. Raises the errors of zarr-python if there is none."""
+        return Values("tensor", self._type.to_native_dtype())
+
+    @cached_property
+    def fill(self) -> Any:
+        """The value of chunks that are missing."""
+        value = self.document.get("fill_value")
+        zero = np.zeros((), self.values.dtype)[()]
+        return zero if value is None else self._type.from_json_scalar(value, zarr_format=self.version)
+
+
+def _any_values(array: ZarrArray) -> ZarrArray:
+    """Return the array for a map function: with the dtype of numpy, if no field holds its values and there is one."""
+    with suppress(FormatError):
+        if array.values and not array.holds_times:
+            return array
+    found = NumpyArray(array.path, array.document, array.dims)
+    try:
+        return array if found.values.dtype.hasobject else found
+    except Exception:  # noqa: BLE001 - zarr-python raises several kinds
+        return array
+
+
+def _describe(store: Store, array: ZarrArray, where: str, stored: int, mapped: bool) -> arrays.Kind:
+    """Return the field of an array, or the dtype of its rows for a map function.
+
+    `stored` is the size of its store in bytes. Raises `SourceError`, which names `where`, if no field holds its values
+    and they are not `mapped`, and `FormatError` for damaged metadata.
     """
     if not array.shape:
         raise arrays.unfit(f"{where} is a single value, not an array of samples")
-    if array.holds_times:
+    if array.holds_times and not mapped:
         raise arrays.unfit(f"{where} holds values of {array.raw_dtype}, which no field holds")
     ArrayReader(store, array)  # raises for what it cannot read
+    dtype = array.values.dtype.newbyteorder("=")
+    arrays.check_claim(where, prod(array.shape) * dtype.itemsize, stored, array.chunk_bytes)
+    return arrays.kind_of(partial(_field_of, array, where), dtype, array.shape, mapped)
+
+
+def _field_of(array: ZarrArray, where: str) -> Field:
+    """Return the field of an array. Raises `SourceError`, which names `where`, if no field holds its values."""
     (kind, dtype), shape = array.values, array.shape
-    arrays.check_claim(where, prod(shape) * dtype.itemsize, stored, array.chunk_bytes)
     if kind == "tensor":
         return arrays.tensor_field(dtype, shape, where)
     if len(shape) != 1:
@@ -128,6 +173,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     paths = [members[original] for original in originals.values()]
     nodes = zip(originals, paths, run_all(partial(_document_at, store, files), paths, READ_THREADS), strict=True)
     stored = {field: ZarrArray.of(path, node) for field, path, node in nodes if node is not None and _is_array(node)}
+    stored = {field: _any_values(array) for field, array in stored.items()} if selection.mapped else stored
     groups = [original for field, original in originals.items() if field not in stored]
     if not stored or (groups and selection.fields):
         problem = f"{listing.url} holds " + (f"the groups {', '.join(groups[:10])}" if groups else "no array")
@@ -142,26 +188,26 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
     used = _files_of(files, inner)
     kept, size = {field: stored[field] for field in originals}, sum(info.size for info in used)
-    container = _container(listing, kept, notes, size)
+    container = _container(listing, kept, notes, size, selection.mapped)
     attributes = {field: stored[field].netcdf_attributes for field in originals}
     return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
 def _container(
-    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], size: int
+    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], size: int, mapped: bool
 ) -> arrays.Container:
     """Return the container of arrays, as stored in files of `size` bytes."""
     store = listing.store
-    fields: dict[str, Field] = {}
+    kinds: dict[str, arrays.Kind] = {}
     lengths: dict[str, int] = {}
     for name, array in stored.items():
         where = f"{store.url}/{array.path}".rstrip("/")
         problem = f"the array {where} cannot be opened"
         with arrays.reading(problem):
-            fields[name] = _describe(store, array, where, size)
+            kinds[name] = _describe(store, array, where, size, mapped)
             lengths[notes["arrays"][name]] = array.shape[0]
     read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))
-    return arrays.Container(store.url, arrays.common_length(lengths, listing.url), fields, read, notes)
+    return arrays.Container(store.url, arrays.common_length(lengths, listing.url), kinds, read, notes)
 
 
 def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSelection) -> Source:
