@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamloader.engine.engine import Prefetcher
-from streamloader.engine.stages import WorkerThreads
+from streamloader.engine.executor import Threads
 
 SECONDS = 300.0
 
@@ -102,11 +102,11 @@ def test_an_error_ends_the_items_and_is_raised_in_the_thread():
 def test_jobs_run_in_order_and_an_error_is_reported():
     errors: list[BaseException] = []
     done: list[int] = []
-    threads = WorkerThreads("order", 1)
+    threads = Threads("order", 1, errors.append)
     for i in range(5):
-        threads.submit(lambda i=i: done.append(i) if i != 3 else 1 / 0, errors.append)  # type: ignore[misc]
+        threads.run(lambda i=i: done.append(i) if i != 3 else 1 / 0)  # type: ignore[misc]
     over = threading.Event()
-    threads.submit(over.set, errors.append)
+    threads.run(over.set)
     assert over.wait(300)
     threads.close()
     assert threads.join(300)
@@ -115,17 +115,55 @@ def test_jobs_run_in_order_and_an_error_is_reported():
 
 
 def test_closing_from_several_threads_at_once_ends_all_threads():
-    def close(threads: WorkerThreads) -> None:
+    def close(threads: Threads) -> None:
         for _ in range(20):
             threads.close()
 
+    raised: list[BaseException] = []
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads take turns as often as the interpreter lets them
     try:
         with ThreadPoolExecutor(3) as closers:
             for _ in range(100):
-                threads = WorkerThreads("closed", 48)
+                threads, begun = Threads("closed", 48, raised.append), threading.Barrier(49)
+                for _ in range(48):
+                    threads.run(begun.wait)
+                begun.wait(300)
                 list(closers.map(close, [threads] * 3))
                 assert threads.join(300)
     finally:
         sys.setswitchinterval(before)
+    assert not raised
+
+
+def test_no_more_threads_start_than_may_run_and_a_thread_runs_next_what_its_function_has_submitted():
+    threads, gate, most = Threads("few", 3, print), threading.Event(), 0
+    running: list[int] = []
+    order: list[int] = []
+
+    def wait() -> None:
+        nonlocal most
+        running.append(1)
+        most = max(most, len(running))
+        assert gate.wait(300)
+        running.pop()
+
+    with ThreadPoolExecutor(8) as submitters:
+        list(submitters.map(lambda _: threads.run(wait), range(50)))
+    gate.set()
+    alone, begun, over = Threads("one", 1, print), threading.Event(), threading.Event()
+
+    def first() -> None:
+        assert begun.wait(300)
+        order.append(0)
+        alone.run(lambda: order.append(1))
+
+    alone.run(first)
+    alone.run(lambda: order.append(2))
+    alone.run(over.set)
+    begun.set()
+    assert over.wait(300)
+    for each in (threads, alone):
+        each.close()
+        assert each.join(300)
+    assert (most <= 3, order) == (True, [0, 1, 2])

@@ -326,6 +326,7 @@ class Threads:
         self._queue: SimpleQueue[tuple[Callable[[], object], OnError] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
+        self._starting = threading.RLock()
         self._closed = False
 
     def submit(self, job: Job) -> None:
@@ -338,11 +339,12 @@ class Threads:
         if mine is not None and _NEXT.queue is self._queue and not mine:
             mine.append((function, self._on_error))
             return
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self.count:
-            name = f"streamloader-{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._starting:
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self.count:
+                name = f"streamloader-{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         self._queue.put((function, self._on_error))
         if self._closed:
             self.close()
