@@ -134,6 +134,27 @@ def test_chunks_of_a_pass_that_ended_early_are_read_again_only_if_their_blocks_w
     assert len(again.keys() | before.keys()) == COUNT // STEPS
 
 
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_blocks_that_share_chunks_of_a_pass_that_ended_early_are_right(tmp_path, damaged):
+    """A block whose chunks earlier blocks claimed reads those that these could not read."""
+    values = np.random.default_rng(0).random((64, 8)).astype("f4")
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("a", data=values, chunks=(8, 8), dimension_names=["time", "x"])
+    chunk = tmp_path / "x.zarr" / "a" / "c" / str(damaged) / "0"
+    stored = chunk.read_bytes()
+    options = {"sample_axis": "time", "windows": sl.Window(9), "with_index": True, "shuffle": sl.Shuffle(block=8)}
+    for seed in range(8):
+        chunk.write_bytes(b"damaged")
+        dataset = sl.NumpyDataset(tmp_path / "x.zarr", batch_size=4, **options, seed=seed)
+        with pytest.raises(errors.CorruptError):
+            list(dataset)
+        chunk.write_bytes(stored)
+        dataset.set_epoch(1)  # other blocks come first
+        for batch in dataset:
+            check(batch, {"a": values}, range(9), ["a"])
+        dataset.close()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_chunk_that_was_damaged_is_read_again_in_memory_that_is_kept(tmp_path, workers):
     values = np.random.default_rng(0).random((40, 8)).astype("f4")

@@ -81,8 +81,11 @@ class Arena:
                     raise
                 size //= 2
 
-    def allocate(self, size: int) -> Bytes:
-        """Return an array of `size` bytes, uninitialized, that begins at a page. Raises `MemoryError`."""
+    def allocate(self, size: int, *, huge: bool = True) -> Bytes:
+        """Return an array of `size` bytes, uninitialized, that begins at a page. Raises `MemoryError`.
+
+        `huge`: in huge pages if it is large; their first use takes longer, which pays for memory that is used again.
+        """
         pages = -(-max(1, size) // PAGE) * PAGE
         with self._lock:
             self._collect()
@@ -95,7 +98,7 @@ class Arena:
             self._allocated[id(entry)] = entry
             if pages >= RETURNED_BYTES:
                 entry.free = freed
-        if pages >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        if huge and pages >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, pages)
         return array

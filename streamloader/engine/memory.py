@@ -138,9 +138,9 @@ class Blocks:
         """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
         slot, missing = self.claim(ref.ticket), []
         for name, regions in self.regions.items():
-            block = regions.open_kept(slot, readers[name], ref.start, ref.stop)
+            block, incomplete = regions.open_kept(slot, readers[name], ref.start, ref.stop)
             self.keep_rows(name, slot, block)
-            if block.claims or (readers[name].has_constants and not block.has_constants):
+            if incomplete:
                 missing.append(name)
         return missing
 

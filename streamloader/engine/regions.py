@@ -31,7 +31,6 @@ class BlockRegions:
     Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `row`: the row of a
     batch that is its only region, if given; otherwise `memory` has the regions, or allocates them.
     `targets`: what chunks are decoded into. `has_constants`: whether the values that are constant were written.
-    `claims`: the chunks to read for it, if chunks are kept; None once it is loaded.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class BlockRegions:
         self.reader = reader
         self.start = start
         self.has_constants = False
-        self.claims: list[ChunkPlaces] | None = None
         self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
         self.row = row
@@ -158,18 +156,19 @@ class KeptArrays:
     order of their tickets: when a block is complete, so are the chunks that earlier ones claimed.
     """
 
-    def __init__(self, reader: RegionReader, arena: Arena) -> None:
-        self.reader = reader
+    def __init__(self, reader: RegionReader, arena: Arena, block: int) -> None:
+        self.reader, self._block = reader, block
         self._ends = np.cumsum(np.diff(reader.kept_runs))
         shape = reader.column.shape(*reader.bounds_of(0, int(self._ends[-1])))
-        self._array = arena.array(shape, reader.column.dtype)
+        dtype = np.dtype(reader.column.dtype)
+        self._array = np.ndarray(shape, dtype, arena.allocate(prod(shape) * dtype.itemsize, huge=False).data)
         arrays = {number: array.array for number, array in reader.arrays.items()}
         self._claimed = {
             number: np.zeros([-(-n // size) for n, size in zip(array.shape, array.chunks, strict=True)], np.bool_)
             for number, array in arrays.items()
         }
         self._chunks = {number: array.chunks for number, array in arrays.items()}
-        self._constants: set[tuple[int, int]] = set()  # the blocks whose constants were written
+        self._opened: dict[tuple[int, int], BlockRegions] = {}  # not parts: lanes divide other blocks in another epoch
 
     def view(self, low: Bound, high: Bound) -> tuple[NDArray[Any], NDArray[Any], tuple[Bound, Bound]]:
         """Return the elements [low, high), and the run of elements that they are in, with its bounds."""
@@ -185,17 +184,18 @@ class KeptArrays:
         array = self._array[tuple(run)]
         return array[tuple(inside)], array, bounds
 
-    def open(self, start: int, stop: int) -> BlockRegions:
-        """Return the regions of the samples [start, stop), which claims the chunks that no block did before."""
+    def open(self, start: int, stop: int) -> tuple[BlockRegions, list[ChunkPlaces]]:
+        """Return the regions of the samples [start, stop), and the chunks that it claims: no block did before."""
+        if (block := self._opened.get((start, stop))) is not None:
+            return block, []
         block = BlockRegions(self.reader, start, stop, self)
+        if start % self._block == 0 and stop == min(start + self._block, self.reader.num_samples):
+            self._opened[start, stop] = block
         found = (
             ChunkPlaces(region, member, [place for box in boxes for place in self._claim(member, *box)])
             for region, member, boxes in self.reader.boxes(start, stop)
         )
-        block.claims = [chunks for chunks in found if chunks.places]
-        block.has_constants = (start, stop) in self._constants
-        self._constants.add((start, stop))
-        return block
+        return block, [chunks for chunks in found if chunks.places]
 
     def _claim(self, member: int, low: Bound, high: Bound) -> list[tuple[int, ...]]:
         bounds = zip(low, high, self._chunks[member], strict=True)
@@ -204,10 +204,10 @@ class KeptArrays:
         self._claimed[member][at] = True
         return list(map(tuple, places.tolist()))
 
-    def give_back(self, block: BlockRegions) -> None:
-        """Let the chunks that an incomplete block claimed be read again."""
-        self._constants.discard((block.start, block.start + block.stops[-1]))
-        for _, member, places in block.claims or ():
+    def give_back(self, claims: Sequence[ChunkPlaces]) -> None:
+        """Let the chunks that an incomplete block claimed be read again, for other blocks that need them too."""
+        self._opened.clear()
+        for _, member, places in claims:
             self._claimed[member][tuple(np.array(places).T)] = False
 
 
@@ -219,6 +219,7 @@ class Regions:
         self._blocks: list[BlockRegions | None] = [None] * slots
         self._arena = arena
         self._kept: dict[RegionReader, KeptArrays] = {}
+        self._claims: dict[int, list[ChunkPlaces]] = {}  # of the incomplete blocks in slots
 
     def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
         """Return the regions of a slot, which the first caller makes, and whether this one writes their constants."""
@@ -229,29 +230,28 @@ class Regions:
             first, block.has_constants = not block.has_constants, True
             return block, first
 
-    def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> BlockRegions:
-        """Open the regions of a block in memory that is kept, and return them."""
+    def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> tuple[BlockRegions, bool]:
+        """Open the regions of a block in memory that is kept; return them, and whether something is missing there."""
         assert self._arena is not None
         if reader not in self._kept:
-            self._kept[reader] = KeptArrays(reader, self._arena)
-        block = self._blocks[slot] = self._kept[reader].open(start, stop)
-        return block
+            self._kept[reader] = KeptArrays(reader, self._arena, self._block)
+        block, self._claims[slot] = self._kept[reader].open(start, stop)
+        self._blocks[slot] = block
+        return block, bool(self._claims[slot]) or (reader.has_constants and not block.has_constants)
 
-    def claims(self, slot: int) -> list[ChunkPlaces] | None:
+    def claims(self, slot: int) -> list[ChunkPlaces]:
         """Return the chunks to read for the block in a slot."""
-        block = self._blocks[slot]
-        return None if block is None else block.claims
+        return self._claims.get(slot, [])
 
     def complete(self, slot: int) -> None:
         """Keep the chunks that the block in a slot claimed, which has been loaded."""
-        if (block := self._blocks[slot]) is not None:
-            block.claims = None
+        self._claims.pop(slot, None)
 
     def drop(self, slot: int) -> None:
         """Free the memory of the regions of a slot once no copy is in progress, unless it is kept."""
         block, self._blocks[slot] = self._blocks[slot], None
-        if block is not None and block.claims is not None:
-            self._kept[block.reader].give_back(block)
+        if (claims := self._claims.pop(slot, None)) and block is not None:
+            self._kept[block.reader].give_back(claims)
 
     def gather(
         self, places: Ints, lease: Lease, key: tuple[int, int], memory: NDArray[np.uint8]
