@@ -296,7 +296,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A call of `function(*args)`, which ends with `done(result, error)`: exactly one of them is not None, or neither.
+    """A call of `function(*args)`, which ends with `done(result, None)` or `done(None, error)`.
 
     `begins`: called when the function is called. `repeats`: called before it is called again in another worker, since
     its worker was killed. These functions must not wait: one thread calls those of all jobs in workers.

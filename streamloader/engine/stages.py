@@ -300,7 +300,6 @@ class Stages:
             self._with_rng = takes_rng(transform)
             if executor.workers:
                 self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
-        self._closed = False
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
         self._copying = executor.jobs("gather", executor.workers, on_error)
@@ -356,7 +355,6 @@ class Stages:
 
     def close(self) -> None:
         """Let the threads end."""
-        self._closed = True
         for jobs in (self._copying, self._decoding, self._here):
             jobs.close()
         if isinstance(self._transforming, Calls):
