@@ -31,6 +31,7 @@ from streamloader.engine.transform import (
     apply,
     collate,
     loads,
+    rows_of,
     share_transform,
     takes_rng,
     transform_samples,
@@ -216,15 +217,6 @@ def decode_images(columns: Sequence[Images], allocate: Callable[..., NDArray[Any
             target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
             decoder.decode(data, sample, target, draws, crop)
     return time.thread_time() - begin
-
-
-def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the samples of a batch: dicts of numpy scalars and arrays, bytes and str."""
-    split = dict(columns)
-    for name, column in columns.items():
-        if isinstance(column, Ragged):
-            split[name] = [column.values[a:b] for a, b in pairwise(column.offsets.tolist())]
-    return [{name: column[i] for name, column in split.items()} for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -496,7 +488,7 @@ class Stages:
 
         if self._shared_transform is not None:
             arguments = self._shared_transform, columns, labels, tensors, self._with_rng
-            job = Job(transform_rows, arguments, done, begins)
+            job = Job(transform_samples, arguments, done, begins)
         else:
             job = Job(self._apply, (columns, labels), done, begins)
         self._transforming.submit(job)
@@ -542,18 +534,6 @@ class _Countdown:
         if error is not None:
             self._batch.fail(error)
         del error  # its traceback may hold this frame
-
-
-def transform_rows(
-    transform: Transform,
-    columns: Mapping[str, Any],
-    labels: tuple[Sequence[RngKey], Sequence[int]],
-    tensors: Tensors | None,
-    with_rng: bool,
-) -> bytes:
-    """Return the transformed samples of a part of a batch, pickled: the function of a worker."""
-    samples = rows_of(columns, len(labels[1]))
-    return transform_samples(transform, samples, labels, tensors, with_rng)
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:

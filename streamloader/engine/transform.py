@@ -8,10 +8,11 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from struct import pack, unpack
@@ -239,21 +240,32 @@ def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -
     return executor.share_pickle(data, script_of_this_process() if is_of_script else None)  # type: ignore[no-any-return]
 
 
+def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the samples of a batch: dicts of numpy scalars and arrays, bytes and str."""
+    split = dict(columns)
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            split[name] = [column.values[a:b] for a, b in pairwise(column.offsets.tolist())]
+    return [{name: column[i] for name, column in split.items()} for i in range(count)]
+
+
 def transform_samples(
     transform: Transform,
-    samples: Sequence[Sample],
+    columns: Mapping[str, Any],
     labels: tuple[Sequence[RngKey], Sequence[int]],
     tensors: Tensors | None,
     with_rng: bool,
 ) -> bytes:
-    """Return the transformed samples, pickled: the function of a worker. `labels`: `keys` and `numbers` of `apply`.
+    """Return the transformed samples of columns, pickled: the function of a worker.
+
+    `labels`: `keys` and `numbers` of `apply`.
 
     The transform gets copies: if it changes its arrays and the worker is killed, the others are as before.
     """
     reduce = None if tensors is None else resolve_name(tensors.reducer)  # imports the package before it draws
     own = [
         {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
-        for sample in samples
+        for sample in rows_of(columns, len(labels[1]))
     ]
     with _alone():
         generator = "" if tensors is None else tensors.generator
