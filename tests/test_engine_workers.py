@@ -317,6 +317,19 @@ def test_closing_in_the_middle_leaves_no_thread_and_no_memory(case, begun, folde
     datasets.assert_free(arena, before)
 
 
+def test_few_threads_of_the_process_wait_for_workers(folder):
+    ds = CASES["none"](folder, num_workers=2)
+    for _ in range(2):
+        iterator, most = iter(ds), 0
+        for _ in iterator:
+            most = max(most, len([thread for thread in our_threads() if "plan" not in thread.name]))
+        assert 0 < most <= 2  # one plans, one assembles
+    batches = iter(ds)
+    next(batches)
+    assert not [thread for thread in our_threads() if "plan" in thread.name]  # the chunk tables are cached
+    del batches
+
+
 def test_deleting_an_iterator_frees_its_memory(folder):
     arena = Executor(2).arena
     with uncollected():

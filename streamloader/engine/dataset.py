@@ -106,12 +106,13 @@ class Dataset:
         """
         if self.arrays is not None:
             return self.region_readers[name].runs(start, stop, chosen)
-        return self._field_runs(name, start, stop)
-
-    def _field_runs(self, name: str, start: int, stop: int) -> list[Run]:
         if self.selection is None:
             return self.readers[name].runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
+
+    def knows_runs(self, name: str, start: int, stop: int) -> bool:
+        """Return whether `runs` needs no request, as far as that is simple to tell."""
+        return self.arrays is None and self.selection is None and self.readers[name].knows_runs(start, stop)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the readers."""

@@ -66,7 +66,7 @@ class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
     Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory, `needed` was when a
-    batch had waited for it. `runs`: the requests of the fields whose chunk tables gave the estimate.
+    batch had waited for it. `runs`: the requests of the fields whose chunk tables were at hand.
     """
 
     dataset: Dataset
@@ -208,13 +208,13 @@ class Fetcher:
         start, stop = block.ref.start, block.ref.stop
         try:
             with block.dataset.store.retries.waits_by(self.sleep):
-                for name in self._by_items:
-                    reader = block.dataset.reader(name)
+                for name in self._names:
+                    reader, counted = block.dataset.reader(name), name in self._by_items
                     if isinstance(reader, RegionReader):
-                        block.expected += reader.block_bytes(start, stop)
-                    else:
+                        block.expected += reader.block_bytes(start, stop) if counted else 0
+                    elif counted or block.dataset.knows_runs(name, start, stop):
                         block.runs[name] = block.dataset.runs(name, start, stop)
-                        block.expected += reader.decoded_size(block.runs[name])
+                        block.expected += reader.decoded_size(block.runs[name]) if counted else 0
         except StreamloaderError:
             block.expected = 0  # loading fails too, and then the error belongs to the batch that needs the block
         return block

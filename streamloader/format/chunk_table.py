@@ -119,6 +119,11 @@ class ChunkTable:
             raise errors.FormatError(problem, "convert the dataset again")
         return stops - sizes, stops, row[:, 1]
 
+    def is_cached(self, index: int) -> bool:
+        """Return whether `shard` needs no request."""
+        page = self._pages.get(index // self._rows)
+        return page is not None and isinstance(page.outcome, np.ndarray)
+
     def entries(self, index: int, samples: int) -> NDArray[np.uint32]:
         """Return the table's entries for a shard that holds `samples` samples: uint32 (chunks, 2), size and checksum.
 

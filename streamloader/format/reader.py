@@ -161,6 +161,10 @@ class FieldReader:
                 runs.append(self.plan_run(shard, first + low, starts[low:high], stops[low:high], crcs[low:high]))
         return runs
 
+    def knows_runs(self, start: int, stop: int) -> bool:
+        """Return whether `runs` needs no request, since the pages of the chunk table are cached."""
+        return all(map(self.table.is_cached, range(start // self.layout.shard, -(-stop // self.layout.shard))))
+
     def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
         """Return the requests for selected samples, given by number in ascending order, with the `picks` of each.
 
