@@ -131,7 +131,7 @@ class Engine:
         # before other threads start, since it raises for an invalid transform
         fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory, self.executor)
         stages = Stages(options, memory, self.executor, fetcher.fail)
-        planned = plans(plan._replace(held=not streamed), self.executor.call, endless=endless)
+        planned = plans(plan._replace(held=not streamed), self.executor.map, endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
         self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
         return self.run.next_pass()

@@ -29,7 +29,7 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -449,15 +449,38 @@ class Executor:
         if self._pool is None:
             _LOCAL.arena = self.arena
             return function(*args)
+        return self._begin(function, args, on_repeat)()  # type: ignore[no-any-return]
+
+    def map(self, function: Callable[..., Result], arguments: Iterable[Sequence[Any]], ahead: int) -> Iterator[Result]:
+        """Yield `function(*args)` for each of the arguments, in order. Workers compute up to `ahead` of them at once.
+
+        Arguments are taken from the iterable when their call begins.
+        """
+        begun: deque[Callable[[], Any]] = deque()
+        for args in arguments:
+            begun.append(partial(self.call, function, *args) if self._pool is None else self._begin(function, args))
+            if len(begun) >= ahead or self._pool is None:
+                yield begun.popleft()()
+        while begun:
+            yield begun.popleft()()
+
+    def _begin(
+        self, function: Callable[..., Any], args: Sequence[Any], on_repeat: Callable[[], object] = bool
+    ) -> Callable[[], Any]:
+        """Begin a call in a worker, and return a function that waits for its result and returns it."""
         ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._calls.submit(Job(function, args, lambda *end: ended.put(end), repeats=on_repeat))
-        result, error = take(ended)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
-        return result  # type: ignore[no-any-return]
+
+        def wait() -> Any:
+            result, error = take(ended)
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame
+            return result
+
+        return wait
 
 
 def _share(value: Any, arena: Arena) -> Shared:

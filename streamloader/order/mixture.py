@@ -466,5 +466,5 @@ def _read_stream(stream: Stream, epoch: int, positions: Ints, span: Span, live: 
         no_samples, no_rows = np.zeros(len(live), np.int64), np.zeros(0, np.int64)
         return BlockReads(live, no_samples, no_samples, np.full(len(live), span.last), no_rows, no_rows)
     if stream.first.shuffle:
-        return read_lanes(stream.order(epoch), lambda: iter([positions]), span, live)
+        return read_lanes(stream.order(epoch), lambda: iter([positions]), span, [key[0] for key in live])
     return read_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=live)

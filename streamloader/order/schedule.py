@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import pairwise, repeat, starmap, tee
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -69,6 +69,11 @@ class Part:
         remaining = max(0, self.num_samples - position)
         return remaining // self.global_batch if self.remainder == "drop" else -(-remaining // self.global_batch)
 
+    @property
+    def reads_each_lane(self) -> bool:
+        """Whether every span examines all lanes of this rank, so that it depends on no other span."""
+        return False
+
     def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps from a position to `stop`, or to the end, in which this rank has a row."""
         return self.global_steps(position) if stop is None else (stop - position) // self.global_batch
@@ -121,20 +126,23 @@ class Part:
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
-        is resident, so plans name samples and no blocks. `compute(function, *args)` returns `function(*args)`, which
-        another process may compute: most of the work, unless `held`.
+        is resident, so plans name samples and no blocks. `compute(function, arguments, ahead)` yields the result of
+        `function` for each of the arguments, of which other processes may compute `ahead` at once: most of the work,
+        unless `held`.
         """
-        compute = compute or call
         live: dict[Any, int] = {}
         rows = self.batch * steps_at_once
-        for span in cut_spans(self, position, self.num_steps(position, stop), steps_at_once):
+        spans, again = tee(cut_spans(self, position, self.num_steps(position, stop), steps_at_once))
+        arguments = ((self, span, {} if self.reads_each_lane else live) for span in again)  # that of its moment
+        reading = (compute or call_each)(read_span, arguments, SPANS_AT_ONCE if self.reads_each_lane else 1)
+        for span in spans:
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if held:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
                 for positions, samples in self.read_held(span):  # in parts: together they would take more memory
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
-            reads, parts = compute(read_span, self, span, live)
+            reads, parts = next(reading)
             tickets, opened, labels = _assign_tickets(reads, live, ticket, starts, rows)
             begin = 0
             for positions in self.positions_of_span(span) if parts is None else parts:
@@ -191,6 +199,11 @@ class Share(Part):
     def divides(self) -> bool:
         """Whether the world size divides the lanes, so that every lane is read by one rank."""
         return self.order.lanes % self.world.size == 0
+
+    @property
+    def reads_each_lane(self) -> bool:
+        """Whether every span examines all lanes of this rank: they are its own if the world size divides them."""
+        return self.order.shuffle and self.divides
 
     def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps as `Part` does. With "uneven", this rank may have no row in the last one."""
@@ -301,7 +314,9 @@ class Share(Part):
         """Return the blocks of a span and the `live` ones."""
         sources = self._sources(span)
         if self.order.shuffle:
-            reads = read_lanes(self.order, sources, span, live)
+            size = self.world.size
+            every = range(self.world.rank, self.order.lanes, size) if self.reads_each_lane else [key[0] for key in live]
+            reads = read_lanes(self.order, sources, span, every)
         else:
             next_position = span.end + self.world.rank * self.batch
             positions = np.concatenate([*sources()])
@@ -352,9 +367,9 @@ class Share(Part):
         return Need(self.fetch_params.block, self.slots_needed(steps_at_once), steps_at_once * self.batch, *plans)
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`."""
-    return function(*args)
+def call_each(function: Callable[..., Any], arguments: Iterable[Sequence[Any]], _ahead: int) -> Iterator[Any]:
+    """Yield `function(*args)` for each of the arguments."""
+    return starmap(function, arguments)
 
 
 def read_span(share: Part, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
@@ -379,6 +394,7 @@ Item = TypeVar("Item")
 
 MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `Need`
 PART_ROWS = 2**15  # rows whose positions are computed together
+SPANS_AT_ONCE = 2  # that workers compute
 FIRST_STEPS = 64  # maximum steps of the first span, for which the first batch waits
 _MIN_ROWS = 2**12  # rows of a lane below which a longer span costs little
 PLANNED_ROWS = 1 << 18  # in the queue of plans
@@ -431,13 +447,13 @@ class BlockReads(NamedTuple):
     row: NDArray[Any]  # integers, counted from `start`
 
 
-def read_lanes(order: EpochOrder, positions: Positions, span: Span, live: Collection[Key]) -> BlockReads:
-    """Return the blocks of a shuffled order at the positions of a span, and the `live` ones.
+def read_lanes(order: EpochOrder, positions: Positions, span: Span, others: Sequence[int]) -> BlockReads:
+    """Return the blocks of a shuffled order at the positions of a span, and those of other lanes, which may be live.
 
-    Each lane with a row or a live block is examined over the whole span.
+    Each of these lanes is examined over the whole span.
     """
     used, low, count = _used_lanes(order, positions, span)
-    used[[key[0] for key in live]] = True
+    used[others] = True
     lanes = np.flatnonzero(used)
     stops = -((lanes - min(span.end, order.num_samples)) // order.lanes)
     width = int(stops.max()) - low
