@@ -63,6 +63,12 @@ def check(batch, values, offsets=(0,), names=("a", "b")):
         np.testing.assert_array_equal(batch[name], wanted[:, 0] if len(offsets) == 1 else wanted)
 
 
+@pytest.fixture(autouse=True)
+def no_hedges(monkeypatch):
+    """They are more requests, on a machine that is slow for a moment."""
+    monkeypatch.setattr("streamloader.engine.fetcher.LEAST_SAMPLES", 10**9)
+
+
 SAMPLES = {  # with the offsets of the elements of each
     "elements": ({}, [0]),
     "windows": ({"windows": sl.Window(6)}, range(6)),

@@ -227,6 +227,7 @@ demands = st.builds(
     most_threads=st.integers(1, MAX_THREADS),
     fills_batches=st.booleans(),
     kept_bytes=st.one_of(st.just(0), st.integers(0, 1 << 33)),
+    uneven_bytes=st.integers(0, 1 << 30),
 )
 
 
@@ -239,7 +240,7 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
     in_flight = budget.threads * (demand.thread_bytes - -(-demand.slot_bytes // demand.pieces))
     blocks = demand.kept_bytes if budget.keeps else budget.slots * demand.slot_bytes
-    assert others + in_flight + blocks <= budget.bytes
+    assert others + in_flight + blocks + demand.uneven_bytes * budget.keeps <= budget.bytes
     fixed = demand.kept_bytes if budget.keeps else budget.slots * (demand.slot_bytes - demand.item_bytes)
     connections = budget.threads * demand.connection_bytes
     assert budget.body_bytes + fixed + others + connections == budget.bytes

@@ -244,7 +244,7 @@ class Engine:
 
     def _array_demand(self, need: Need) -> Demand:
         """Return the demand of arrays, whose blocks have regions."""
-        regions, kept, pieces, batch, request, scratch = 0, 0, 0, 0, 0, 0
+        regions, kept, uneven, pieces, batch, request, scratch = 0, 0, 0, 0, 0, 0, 0
         fills_batches = need.block == 1
         for name in self._names:
             readers = [reader for reader in self._readers(name) if isinstance(reader, RegionReader)]
@@ -255,6 +255,9 @@ class Engine:
             request = max([request, *(reader.request_bytes for reader in readers)])
             scratch = max([scratch, *(reader.scratch_bytes for reader in readers)])
             kept += sum(reader.all_bytes for reader in readers)
+            uneven += max(
+                (reader.most_bytes(need.block) for reader in readers if reader.column.rows is not None), default=0
+            )
         if fills_batches:
             batch += batch // LIVE_BATCHES  # one more, some of whose rows are slots
         return Demand(
@@ -264,6 +267,7 @@ class Engine:
             request_bytes=request,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
             kept_bytes=kept,
+            uneven_bytes=uneven,
             item_bytes=regions,
             fills_batches=fills_batches,
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,

@@ -593,7 +593,7 @@ class _Channel:
         self._callbacks: list[Callback] = []
         self._failed: BaseException | None = None  # the first error of a callback
         self._prepare = calls.prepare
-        self._ready = self._closed = False
+        self._ready = self._closed = self._lost = False
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -604,10 +604,13 @@ class _Channel:
     def begin(self, job: Job) -> None:
         """Begin a job, once the worker serves this connection."""
         with self._lock:
-            self._job = job
-            if not self._ready:
-                return
-        self._send(job)
+            lost, ready = self._lost, self._ready
+            if not lost:
+                self._job = job
+        if lost:
+            self.calls.lost(self, job)
+        elif ready:
+            self._send(job)
 
     def _send(self, job: Job) -> None:
         """Send a job. Arguments that are shared or callbacks are sent as numbers: a pickler takes longer to find them.
@@ -640,7 +643,8 @@ class _Channel:
         try:
             kind, *values = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            job, self._job = self._job, None
+            with self._lock:  # a thread may begin a job right now
+                self._lost, job, self._job = True, self._job, None
             self._pool.forget(self)
             self.calls.lost(self, job)
             return

@@ -349,6 +349,7 @@ class Demand(NamedTuple):
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
     `kept_bytes`: everything that an epoch reads, if it can be kept for later ones instead of the slots, else 0.
+    `uneven_bytes`: sparse rows of a block, all of which may be in one batch.
     """
 
     slots: int
@@ -364,6 +365,7 @@ class Demand(NamedTuple):
     most_threads: int = MAX_THREADS
     fills_batches: bool = False
     kept_bytes: int = 0
+    uneven_bytes: int = 0
 
     @property
     def connection_bytes(self) -> int:
@@ -396,7 +398,8 @@ class Demand(NamedTuple):
     @property
     def keeping_bytes(self) -> float:
         """The memory for the same with everything that is kept instead of the window."""
-        return self.kept_bytes + self.held_bytes + self.flight_bytes if self.kept_bytes else math.inf
+        least = self.kept_bytes + self.uneven_bytes + self.held_bytes + self.flight_bytes
+        return least if self.kept_bytes else math.inf
 
     @property
     def least_bytes(self) -> int:

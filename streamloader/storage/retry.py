@@ -514,17 +514,20 @@ class Retrier:
 
         Raises an error of the same type, with the number of attempts and the total time, if there is none.
         """
-        if isinstance(error, (NotFoundError, errors.ObjectExistsError)):
-            self.succeeded()  # the endpoint has responded
-            raise error
-        delay = self._delay(request, error)
-        if delay is None and request.attempts == 1:
-            raise error
-        if delay is None:
-            seconds = self._timing.clock() - request.begin
-            problem = f"{error.problem} ({request.attempts} attempts in {seconds:.1f} s)"
-            raise type(error)(problem, error.remedy) from error
-        return delay
+        try:
+            if isinstance(error, (NotFoundError, errors.ObjectExistsError)):
+                self.succeeded()  # the endpoint has responded
+                raise error
+            delay = self._delay(request, error)
+            if delay is None and request.attempts == 1:
+                raise error
+            if delay is None:
+                seconds = self._timing.clock() - request.begin
+                problem = f"{error.problem} ({request.attempts} attempts in {seconds:.1f} s)"
+                raise type(error)(problem, error.remedy) from error
+            return delay
+        finally:
+            del error  # its traceback holds this frame
 
     def ended(self, request: Request) -> None:
         """End a request, and forget the outage if no other one that has failed waits for its end."""
