@@ -495,6 +495,10 @@ def test_the_third_death_within_a_minute_is_an_error(name, how):
     assert "give a smaller memory=, fewer num_workers=" in found["error"]
 
 
+def test_a_job_that_begins_while_its_connection_ends_runs_in_another_worker():
+    assert run("lost") == [3, 3]
+
+
 def test_a_forked_child_refuses_a_pass_of_its_parent_and_has_workers_of_its_own(data):
     found = run("forked", data(60))
     assert found["refused"] == "ForkError"

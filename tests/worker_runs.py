@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from worker_tasks import servers_of, workers_of
 
 import streamloader as sl
 from streamloader.engine.arena import Arena
-from streamloader.engine.executor import Executor
+from streamloader.engine.executor import Executor, Job
 from streamloader.errors import EngineError, ForkError
 
 
@@ -116,6 +117,21 @@ def deaths(name: str) -> None:
         executor.call(getattr(worker_tasks, name), on_repeat=lambda: repeats.append(1))
     except EngineError as error:
         say({"error": str(error), "repeated": len(repeats)})
+
+
+def lost() -> None:
+    """Begin a job on a connection whose worker has just been killed, and one on a new connection to it."""
+    warnings.simplefilter("ignore")
+    executor = Executor(1)
+    executor.start()
+    executor.call(len, "")
+    channel, ended = executor._calls._idle[0], SimpleQueue[Any]()
+    kill(0)
+    while not channel._lost:
+        time.sleep(0.001)
+    for _ in range(2):
+        channel.begin(Job(len, ("abc",), lambda *end: ended.put(end)))
+    say([ended.get(timeout=60)[0] for _ in range(2)])
 
 
 def forked(url: str) -> None:
