@@ -66,7 +66,8 @@ class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
     Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory, `needed` was when a
-    batch had waited for it. `runs`: the requests of the fields whose chunk tables were at hand.
+    batch had waited for it. `runs`: the requests of the fields whose chunk tables were at hand, or the
+    error of reading these.
     """
 
     dataset: Dataset
@@ -75,7 +76,7 @@ class LoadingBlock:
     expected: int = 0
     held: int = 0
     needed: int = 0
-    runs: dict[str, Sequence[Any]] = field(default_factory=dict)
+    runs: dict[str, Any] = field(default_factory=dict)
     error: StreamloaderError | None = None
 
 
@@ -205,19 +206,23 @@ class Fetcher:
         if self._next_block is not None and self._next_block.ref.ticket == ref.ticket:
             return self._next_block
         self._next_block = block = LoadingBlock(*self._locate(ref), len(self._names))
-        start, stop = block.ref.start, block.ref.stop
-        try:
-            with block.dataset.store.retries.waits_by(self.sleep):
-                for name in self._names:
-                    reader, counted = block.dataset.reader(name), name in self._by_items
-                    if isinstance(reader, RegionReader):
-                        block.expected += reader.block_bytes(start, stop) if counted else 0
-                    elif counted or block.dataset.knows_runs(name, start, stop):
-                        block.runs[name] = block.dataset.runs(name, start, stop)
-                        block.expected += reader.decoded_size(block.runs[name]) if counted else 0
-        except StreamloaderError:
-            block.expected = 0  # loading fails too, and then the error belongs to the batch that needs the block
+        for name in self._names:
+            try:
+                with block.dataset.store.retries.waits_by(self.sleep):
+                    self._count_field(block, name)
+            except BaseException as error:  # noqa: BLE001 - it belongs to the batch that needs the block
+                block.runs[name] = wrapped(error, f"reading the chunk table of field {name!r}")
         return block
+
+    def _count_field(self, block: LoadingBlock, name: str) -> None:
+        """Count the bytes of a field of a block, and plan its requests if that needs none, or if they tell the size."""
+        reader, counted = block.dataset.reader(name), name in self._by_items
+        start, stop = block.ref.start, block.ref.stop
+        if isinstance(reader, RegionReader):
+            block.expected += reader.block_bytes(start, stop) if counted else 0
+        elif counted or block.dataset.knows_runs(name, start, stop):
+            block.runs[name] = block.dataset.runs(name, start, stop)
+            block.expected += reader.decoded_size(block.runs[name]) if counted else 0
 
     def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
         """Return whether a block of the expected size fits into memory.
@@ -253,8 +258,11 @@ class Fetcher:
                 return
             self._expected += block.expected
             for name in names:
-                if name in block.runs:
-                    self._add_pieces(block, name, block.runs.pop(name))
+                runs = block.runs.pop(name, None)
+                if isinstance(runs, StreamloaderError):
+                    self._end_piece(block, runs)
+                elif runs is not None:
+                    self._add_pieces(block, name, runs)
                 else:
                     self._queue(ref.ticket, [partial(self._local.run, partial(self._load_field, block, name))])
 
@@ -446,10 +454,7 @@ class Fetcher:
         piece, (size, _) = attempt.piece, result
         self._count_response(attempt, *result)
         with self._changed:
-            slot = NO_SLOT if piece.writer is not None else self._slot(piece)
-            if slot != NO_SLOT:
-                piece.writer = attempt.number
-                self._writers += 1
+            slot = self._claim(attempt)
         if slot == NO_SLOT:
             self._end(attempt, PassEnded())
             return
@@ -469,7 +474,7 @@ class Fetcher:
         piece = attempt.piece
         chunks, kept = self._memory.chunks[piece.field.name], [attempt.memory[number] for number in used]
         with self._changed:
-            slot = self._slot(piece)
+            slot = self._claim(attempt)
             if slot != NO_SLOT:
                 first = slot * self._memory.block + row
                 chunks.table[first : first + len(table)] = table
@@ -479,10 +484,15 @@ class Fetcher:
             self._count_decoded(piece, seconds)
         self._end(attempt, PassEnded() if slot == NO_SLOT else None)
 
-    def _slot(self, piece: Piece) -> int:
-        """Return the slot of a piece, `NO_SLOT` if it needs no response any more. Requires the lock."""
-        ended = piece.finished or self._closed.is_set()
-        return NO_SLOT if ended else self._memory.claim(piece.block.ref.ticket)
+    def _claim(self, attempt: Attempt) -> int:
+        """Return the slot of a piece for a response to it, `NO_SLOT` if it needs none any more. Requires the lock."""
+        piece, slot = attempt.piece, NO_SLOT
+        if not (piece.finished or piece.writer is not None or self._closed.is_set()):
+            slot = self._memory.claim(piece.block.ref.ticket)
+        if slot != NO_SLOT:
+            piece.writer = attempt.number
+            self._writers += 1
+        return slot
 
     def _count_response(self, attempt: Attempt, size: int, seconds: float) -> None:
         piece, count = attempt.piece, max(0, size)
