@@ -331,9 +331,10 @@ def test_few_threads_of_the_process_wait_for_workers(folder):
 
 
 def test_deleting_an_iterator_frees_its_memory(folder):
-    arena = Executor(2).arena
+    arena, before = Executor(2).arena, 0
+    datasets.assert_threads_end()
+    datasets.assert_free(arena, before)  # of the tests before
     with uncollected():
-        before = arena.allocated
         for _ in range(3):
             ds = CASES["none"](folder, num_workers=2)
             iterator = iter(ds)
