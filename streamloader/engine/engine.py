@@ -3,7 +3,7 @@
     [planner thread] -> [assembler thread: admit -> wait for blocks -> gather -> release] -> stages -> ready -> consumer
                     |                        ^
                     v                        |
-              [fetch threads: ranged read -> verify -> decode into the slot]
+              [fetch jobs: ranged read -> verify -> decode into the slot]
 
 Only the assembler admits and releases blocks, so memory accounting needs no lock. Threads hold the `Assembler`; its
 owners hold the `Run`, and deleting the run ends the threads. A consumer iterates over one pass, a `Pipeline`. Deleting

@@ -507,9 +507,9 @@ class Calls:
         told: tuple[OnError, Callable[[], object]],
         prepare: Sequence[Any] = (),
     ) -> None:
-        self._pool, self._limits, self.prepare = pool, limits, prepare
+        self._pool, self.prepare = pool, prepare
+        self._workers, self.count = limits
         self.on_error, self._on_death = told
-        self.count = limits[1]
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
         self._busy: set[_Channel] = set()
@@ -525,7 +525,7 @@ class Calls:
             if self._idle:
                 channel = self._idle.popleft()
             elif len(self._busy) < self.count:
-                channel = _Channel(self, self._pool, self._opened % self._limits[0])
+                channel = _Channel(self, self._pool, self._opened % self._workers)
                 self._opened += 1
             else:
                 self._jobs.append(job)

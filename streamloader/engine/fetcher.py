@@ -1,4 +1,4 @@
-"""Loads blocks from the store into their slots (ranged read, verify, decode) on daemon threads.
+"""Loads blocks from the store into their slots (ranged read, verify, decode) by jobs of the executor.
 
 A block is divided into *pieces*, the runs of its fields. Each piece is one request, and requests run concurrently. A
 piece holds one of the places that `Pace` allows until it is in its slot. If its request is late, a second one is sent

@@ -200,7 +200,7 @@ class ArrayFields:
 
 
 class ChunkPlaces(NamedTuple):
-    """ChunkPlaces that a region of a block needs, of the array of the column's member with this number."""
+    """The chunks that a region of a block needs, of the array of the column's member with this number."""
 
     region: int
     member: int
@@ -396,7 +396,7 @@ class RegionReader:
     def write(self, run: ArrayRun, body: memoryview, block: BlockArrays, allocate: Allocate) -> tuple[int, int]:
         """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
 
-        ChunkPlaces that lie in a region only in part are decoded into memory from `allocate` first.
+        Chunks that lie in a region only in part are decoded into memory from `allocate` first.
 
         Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
         """
