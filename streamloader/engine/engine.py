@@ -52,7 +52,7 @@ from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need, Share
 from streamloader.stats import Counters
-from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
+from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take, trim_heaps
 from streamloader.zarr.columns import RegionReader, wider_block
 
 if TYPE_CHECKING:
@@ -164,7 +164,10 @@ class Engine:
         if run is not None:
             memory = run.core.memory
             shape = layouts, budget.slots, block, budget.fills_batches, budget.keeps
-            if memory.blocks.shape == shape and run.core.join(JOIN_SECONDS):
+            ended = memory.blocks.shape == shape and run.core.join(JOIN_SECONDS)
+            if budget.exact:
+                trim_heaps()  # of the thread that made bytes and texts, which another one replaces
+            if ended:
                 memory.blocks.clear()
                 return memory._replace(budget=budget)
         return Memory.of(layouts, block, budget, self.counters, self.executor.arena)
