@@ -204,6 +204,7 @@ def test_a_lane_can_be_entered_anywhere():
                 found = order.examine(*where) if margin is None else order._examine_within(margin, *where)
                 if found is None:
                     continue
-                assert (found.offsets + found.first).tolist() == whole[start:stop].tolist()
-                behind, arrived = np.flatnonzero(found.later), range(found.later.size)
-                assert set((whole[stop:] - found.first).tolist()) & set(arrived) == set(behind.tolist())
+                first, offsets, later = found
+                assert (offsets + first).tolist() == whole[start:stop].tolist()
+                behind, arrived = np.flatnonzero(later), range(later.size)
+                assert set((whole[stop:] - first).tolist()) & set(arrived) == set(behind.tolist())

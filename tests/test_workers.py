@@ -343,28 +343,27 @@ def test_a_state_that_is_loaded_while_workers_complete_its_epoch_is_where_the_ne
 COMPUTES = """
 import os, signal, threading
 from streamloader.order import epoch_order
-from streamloader.order.epoch_order import BlockPermutation, EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder, OrderParams, permute
 from streamloader.pytorch import dataset
 
 begun, go, parent = threading.Event(), threading.Event(), os.getpid()
 
-class Slow(BlockPermutation):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        if os.getpid() == parent:
-            begun.set()
-            go.wait()
+def slow(*arguments, **options):
+    if os.getpid() == parent:
+        begun.set()
+        go.wait()
+    return permute(*arguments, **options)
 
 def order():
-    return EpochOrder(1000, OrderParams(8, 2, 16), 0, 0)
+    return EpochOrder(1001, OrderParams(8, 2, 16), 0, 0)
 
-epoch_order.BlockPermutation = Slow
-threading.Thread(target=lambda: order()._permutation).start()
+epoch_order.permute = slow
+threading.Thread(target=lambda: order()._short).start()
 begun.wait()
 child = os.fork()
 if not child:
     signal.alarm(60)
-    order()._permutation
+    order()._short
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 go.set()

@@ -22,7 +22,7 @@ from streamloader.format.reader import FieldReader, Run
 from streamloader.images.decode import ImageDecoder
 from streamloader.loader.arguments import Source, open_dataset
 from streamloader.options import MIB, Decode
-from streamloader.order.epoch_order import BlockPermutation
+from streamloader.order.epoch_order import permute
 from streamloader.stats import Counters, quotient
 from streamloader.storage.process import cpu_count, run_all
 
@@ -180,9 +180,7 @@ def _runs(dataset: Dataset, passes: int) -> Iterator[tuple[FieldReader, Run, int
     yield from _block_runs(resident, 0, count, 0 if streamed else count)  # resident fields are read once
     blocks = -(-count // block) if streamed else 0
     for number in range(passes if blocks else 0):
-        permutation = BlockPermutation(blocks, number)
-        for ordinal in range(blocks):
-            start = int(permutation.forward(np.array([ordinal]))[0]) * block
+        for start in (permute(np.arange(blocks), blocks, number) * block).tolist():
             stop = min(start + block, count)
             yield from _block_runs(streamed, start, stop, stop - start)
 

@@ -12,9 +12,8 @@ sample in the epoch: position p is index p div L of lane p mod L.
 import hashlib
 import struct
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isqrt
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,49 +45,32 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-@dataclass(frozen=True)
-class BlockPermutation:
-    """A keyed permutation of [0, num_blocks) in O(1) memory: a balanced Feistel network with cycle walking.
+def permute(values: NDArray[np.int64], size: int, key: int, *, inverse: bool = False) -> NDArray[np.int64]:
+    """Return a keyed permutation of [0, size), or its inverse, at some values; shape (n,). O(1) memory.
 
-    The network permutes [0, 4**h), which is at most four times `num_blocks`. Values outside [0, num_blocks) are
-    permuted again until they fall inside (Black and Rogaway 2002).
+    It is a balanced Feistel network with cycle walking. The network permutes [0, 4**h), which is at most four times
+    `size`. Values outside [0, size) are permuted again until they fall inside (Black and Rogaway 2002).
     """
+    half_bits = (max(2, max(size - 1, 0).bit_length()) + 1) // 2
+    round_keys = mix(np.array([(key + i * _ROUND_STRIDE) & _MASK64 for i in range(_ROUNDS)], np.uint64))
+    network = partial(_network, half_bits=half_bits, round_keys=round_keys, inverse=inverse)
+    x = network(values.astype(np.uint64))
+    outside = np.flatnonzero(x >= np.uint64(size))
+    while outside.size:
+        x[outside] = network(x[outside])
+        outside = outside[x[outside] >= np.uint64(size)]
+    return x.astype(np.int64)
 
-    num_blocks: int
-    key: int
 
-    @cached_property
-    def _half_bits(self) -> int:
-        return (max(2, max(self.num_blocks - 1, 0).bit_length()) + 1) // 2
-
-    @cached_property
-    def _round_keys(self) -> NDArray[np.uint64]:
-        raw = [(self.key + i * _ROUND_STRIDE) & _MASK64 for i in range(_ROUNDS)]
-        return mix(np.array(raw, np.uint64))
-
-    def forward(self, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the block number at each ordinal; shape (n,), each in [0, num_blocks)."""
-        return self._walk(ordinals, inverse=False)
-
-    def inverse(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ordinal of each block number; shape (n,), each in [0, num_blocks)."""
-        return self._walk(blocks, inverse=True)
-
-    def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
-        x = self._network(values.astype(np.uint64), inverse=inverse)
-        outside = np.flatnonzero(x >= np.uint64(self.num_blocks))
-        while outside.size:
-            x[outside] = self._network(x[outside], inverse=inverse)
-            outside = outside[x[outside] >= np.uint64(self.num_blocks)]
-        return x.astype(np.int64)
-
-    def _network(self, x: NDArray[np.uint64], *, inverse: bool) -> NDArray[np.uint64]:
-        """Apply all rounds. The inverse exchanges the halves and reverses the keys."""
-        half, mask = np.uint64(self._half_bits), np.uint64(2**self._half_bits - 1)
-        left, right = (x & mask, x >> half) if inverse else (x >> half, x & mask)
-        for key in self._round_keys[:: -1 if inverse else 1]:
-            left, right = right, left ^ (mix(right ^ key) & mask)
-        return (right << half) | left if inverse else (left << half) | right
+def _network(
+    x: NDArray[np.uint64], half_bits: int, round_keys: NDArray[np.uint64], *, inverse: bool
+) -> NDArray[np.uint64]:
+    """Apply all rounds. The inverse exchanges the halves and reverses the keys."""
+    half, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = (x & mask, x >> half) if inverse else (x >> half, x & mask)
+    for key in round_keys[:: -1 if inverse else 1]:
+        left, right = right, left ^ (mix(right ^ key) & mask)
+    return (right << half) | left if inverse else (left << half) | right
 
 
 @dataclass(frozen=True)
@@ -127,18 +109,6 @@ def params_for_world(num_samples: int, params: OrderParams, world_size: int) -> 
     limit = min(MAX_LANES, -(-num_samples // params.block) // MIN_BLOCKS_PER_LANE)
     lanes = 1 << min((world_size - 1).bit_length(), max(1, limit).bit_length() - 1)
     return replace(params, lanes=max(params.lanes, lanes))
-
-
-class Emitted(NamedTuple):
-    """The arrivals that a lane emits at a range of indexes, as `offsets` from `first`, the first examined arrival.
-
-    `first` counts from the start of the lane. `later[i]` is whether arrival `first + i` is emitted after the range. All
-    arrivals before the examined ones are emitted by the end of the range, all arrivals after them later.
-    """
-
-    first: int
-    offsets: NDArray[np.int64]
-    later: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -181,24 +151,25 @@ class EpochOrder:
         return struct.unpack("<8Q", hashlib.sha512(_LABEL + struct.pack("<5Q", *values)).digest())
 
     @cached_property
-    def _permutation(self) -> BlockPermutation:
-        return BlockPermutation(self.num_blocks, self._keys[0])
-
-    @cached_property
     def _short(self) -> tuple[int, int]:
         """(ordinal, m) of the block that is m samples short of a full one; (num_blocks, 0) if all are full."""
         missing = self.num_blocks * self.params.block - self.num_samples
         if not missing or not self.shuffle:
             return self.num_blocks, 0
-        return int(self._permutation.inverse(np.array([self.num_blocks - 1]))[0]), missing
+        last = np.array([self.num_blocks - 1])
+        return int(permute(last, self.num_blocks, self._keys[0], inverse=True)[0]), missing
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
         """Return (first arrival, number of arrivals) of a lane. The first N mod L lanes have one more."""
         length, longer = divmod(self.num_samples, self.lanes)
         return lane * length + min(lane, longer), length + (lane < longer)
 
-    def examine(self, lane: int, start: int, stop: int) -> Emitted:
-        """Return the arrivals that a lane emits at the indexes [start, stop), in O(stop - start + W).
+    def examine(self, lane: int, start: int, stop: int) -> tuple[int, NDArray[np.int64], NDArray[np.bool_]]:
+        """Return (first, offsets, later): what a lane emits at the indexes [start, stop), in O(stop - start + W).
+
+        `first` is the first examined arrival, numbered in the epoch, and `offsets` count from it. `later[i]` is whether
+        arrival `first + i` is emitted after these indexes. All arrivals of the lane before the examined ones are
+        emitted before `stop`, all after them later.
 
         Keys are uniform, so the key at an index is known to within a few standard deviations. Arrivals are hashed if
         their key may lie between two such bounds; the keys below the bounds are counted, those between them sorted. The
@@ -211,7 +182,9 @@ class EpochOrder:
             margin = min(4 * margin, length)  # with a margin of the length, the bounds are the ends of the lane
         return emitted
 
-    def _examine_within(self, margin: int, lane: int, start: int, stop: int) -> Emitted | None:
+    def _examine_within(
+        self, margin: int, lane: int, start: int, stop: int
+    ) -> tuple[int, NDArray[np.int64], NDArray[np.bool_]] | None:
         """Examine with the keys expected `margin` indexes before and after as bounds; None if they do not hold."""
         begin, length = self.lane_bounds(lane)
         window, short_lane = self.params.window, length <= self.params.window
@@ -243,15 +216,14 @@ class EpochOrder:
         ordered = offsets[_stable_argsort(np.concatenate(key_parts))]
         later[ordered[: stop - before]] = False
         later[ordered[stop - before :]] = True
-        return Emitted(first, ordered[start - before : stop - before], later)
+        return begin + first, ordered[start - before : stop - before], later
 
     def emit(self, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the arrivals, numbered in the epoch, that a lane emits at the indexes [start, stop)."""
-        begin = self.lane_bounds(lane)[0]
         if not self.shuffle:
-            return np.arange(begin + start, begin + stop, dtype=np.int64)
-        emitted = self.examine(lane, start, stop)
-        return emitted.offsets + (begin + emitted.first)
+            return np.arange(start, stop, dtype=np.int64)
+        first, offsets, _ = self.examine(lane, start, stop)
+        return offsets + first
 
     def locate(self, arrivals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (ordinal, row) of each arrival: the ordinal of its block, and its row in that block."""
@@ -268,7 +240,7 @@ class EpochOrder:
 
     def block_numbers(self, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of the block at each ordinal. Block n starts at sample n * block."""
-        return self._permutation.forward(ordinals) if self.shuffle else ordinals
+        return permute(ordinals, self.num_blocks, self._keys[0]) if self.shuffle else ordinals
 
     def samples(self, arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample number of each arrival."""

@@ -520,21 +520,20 @@ def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> BlockReads:
     A block is finished unless one of its arrivals is emitted at index `stop` or later. If a block belongs to two lanes,
     each reads its own part.
     """
-    examined = order.examine(lane, low, stop)
+    start, offsets, later = order.examine(lane, low, stop)
     begin, length = order.lane_bounds(lane)
-    start = begin + examined.first
-    end = start + examined.later.size
+    end = start + later.size
     first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()
     edges = order.first_arrivals(np.arange(first_block, last_block + 2))
     lane_edges = edges.clip(begin, begin + length)
-    later = np.logical_or.reduceat(examined.later, edges[:-1].clip(start) - start)
-    emitted = examined.offsets + start
+    unfinished = np.logical_or.reduceat(later, edges[:-1].clip(start) - start)
+    emitted = offsets + start
     block = order.locate(emitted)[0] - first_block
     return BlockReads(
         keys=[(lane, ordinal) for ordinal in range(first_block, last_block + 1)],
         start=(lane_edges - edges)[:-1],
         stop=lane_edges[1:] - edges[:-1],
-        finished=~later & (lane_edges[1:] <= end),
+        finished=~unfinished & (lane_edges[1:] <= end),
         block=block,
         row=emitted - lane_edges[block],
     )
