@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from streamloader.engine.fetcher import Pace
+from streamloader.engine.pace import Pace
 
 SIZE = 4 << 20
 

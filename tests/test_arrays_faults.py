@@ -20,8 +20,9 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.engine import fetcher as fetcher_module
 from streamloader.engine.executor import Executor
-from streamloader.engine.fetcher import Attempt, Fetcher, Hedging, Pace
+from streamloader.engine.fetcher import Attempt, Fetcher
 from streamloader.engine.memory import Budget, Memory
+from streamloader.engine.pace import Hedging, Pace
 from streamloader.loader.arguments import Source, open_dataset
 from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters

@@ -66,7 +66,7 @@ def check(batch, values, offsets=(0,), names=("a", "b")):
 @pytest.fixture(autouse=True)
 def no_hedges(monkeypatch):
     """They are more requests, on a machine that is slow for a moment."""
-    monkeypatch.setattr("streamloader.engine.fetcher.LEAST_SAMPLES", 10**9)
+    monkeypatch.setattr("streamloader.engine.pace.LEAST_SAMPLES", 10**9)
 
 
 SAMPLES = {  # with the offsets of the elements of each

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamloader.engine import fetcher, memory
-from streamloader.engine.fetcher import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
+from streamloader.engine.pace import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
 from streamloader.options import RetryPolicy, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
 

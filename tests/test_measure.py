@@ -37,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("fields", [None, ["x"], ["label"], ["tok", "wide", "flag"]])
 def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything, fields, monkeypatch):
-    monkeypatch.setattr("streamloader.engine.fetcher.LEAST_SAMPLES", 10**9)  # no hedges, which are more requests
+    monkeypatch.setattr("streamloader.engine.pace.LEAST_SAMPLES", 10**9)  # no hedges, which are more requests
     one_lane = sl.Shuffle(lanes=1)  # a block that two lanes share is asked for in two parts
     dataset = sl.StreamingDataset(everything, batch_size=64, fields=fields, shuffle=one_lane, world=(0, 1))
     assert sum(int(batch["valid"].sum()) for batch in dataset) == 700

@@ -22,8 +22,9 @@ from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, Ski
 from streamloader.engine import fetcher as fetcher_module
 from streamloader.engine.arena import Arena
 from streamloader.engine.executor import Executor
-from streamloader.engine.fetcher import Fetcher, Hedging, Pace
+from streamloader.engine.fetcher import Fetcher
 from streamloader.engine.memory import Budget, Buffers, Memory
+from streamloader.engine.pace import Hedging, Pace
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
 from streamloader.format.codecs import decode_items

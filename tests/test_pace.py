@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from line_sim import SIZE, Race, Store
 
-from streamloader.engine.fetcher import DECREASE_SECONDS, FIRST, THROTTLE_MEMORY_SECONDS, Pace
+from streamloader.engine.pace import DECREASE_SECONDS, FIRST, THROTTLE_MEMORY_SECONDS, Pace
 
 CLOUD = Store(latency=0.03, own=85e6)
 SLOW = Store(latency=0.15, own=17e6)

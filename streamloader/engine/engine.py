@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
 from streamloader.engine.executor import Executor, Threads
-from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, PassEnded, sleeper
+from streamloader.engine.fetcher import Fetcher, PassEnded, sleeper
 from streamloader.engine.memory import (
     ITEM_BYTES,
     LIVE_BATCHES,
@@ -43,6 +43,7 @@ from streamloader.engine.memory import (
     allowance,
     in_slots,
 )
+from streamloader.engine.pace import FIRST, Hedging, Pace
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped

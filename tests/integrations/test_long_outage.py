@@ -24,7 +24,7 @@ from servers import SEAWEEDFS_PORTS, S3Server, free_ports, seaweedfs_server
 from torchrun import environment
 
 from streamloader.engine import engine
-from streamloader.engine.fetcher import Pace
+from streamloader.engine.pace import Pace
 from streamloader.options import Layout, RetryPolicy
 from streamloader.pytorch.dataset import StreamingDataset
 
