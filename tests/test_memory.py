@@ -119,10 +119,10 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
         memory.blocks.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
         assert arrived.wait(300)
-        assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
+        assert 4 << 20 <= fetcher.leave(0) <= 5 << 20
         resume.set()
         assert fetcher.wait(0) is None
-        assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
+        assert 4 << 20 <= fetcher.leave(0) <= 5 << 20
         fetcher.forget(0)
 
 

@@ -705,10 +705,10 @@ class Assembler:
         Raises `MemoryBudgetError` if it never fits, and `DecodeError`.
         """
         size, scratch = self.stages.variable_bytes(batch.plan)
-        batches, blocks = size + self._last_bytes, self._fetcher.needed
+        batches, blocks = size + self._last_bytes, self._fetcher.ledger.needed
         if self._measures_images:
             batches = size + (self._last_bytes or size)  # a first batch has successors of about its size
-            blocks = self._fetcher.reserve_for_batches(self._budget.unplanned(batches) + scratch)
+            blocks = self._fetcher.leave(self._budget.unplanned(batches) + scratch)
         self._budget.check(blocks, batches, scratch)
         self._last_bytes = size
         while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_place():

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.executor import Callback, Executor, Job, Threads, all_bytes, arena_bytes, in_worker
-from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots, place_items
+from streamloader.engine.ledger import Ledger
+from streamloader.engine.memory import NO_SLOT, Memory, in_slots, place_items
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.engine.regions import BlockRegions
 from streamloader.errors import (
@@ -55,17 +56,14 @@ NEVER = float("inf")
 class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
-    Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory, `needed` was when a
-    batch had waited for it. `runs`: the requests of the fields whose chunk tables were at hand, or the
-    error of reading these.
+    `expected`: the bytes of decoded chunks, an estimate from the chunk table. `runs`: the requests of the fields whose
+    chunk tables were at hand, or the error of reading these.
     """
 
     dataset: Dataset
     ref: BlockRef
     left: int
     expected: int = 0
-    held: int = 0
-    needed: int = 0
     runs: dict[str, Any] = field(default_factory=dict)
     error: StreamloaderError | None = None
 
@@ -100,7 +98,7 @@ class Piece:
 class Attempt:
     """A request of a piece, with its number. Hedges are not retried.
 
-    `memory`: of its body, and of what was decoded. `unpacked`: the decoded bytes, which `LoadingBlock.held` includes.
+    `memory`: of its body, and of what was decoded. `unpacked`: the decoded bytes, which the ledger counts.
     `damaged`: how often the body was.
     """
 
@@ -165,10 +163,8 @@ class Fetcher:
         counted = [] if self._memory.fills_batches or self._memory.keeps else names
         self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
         self._budget = budget = memory.budget
-        self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
+        self.ledger = Ledger(memory.bodies, budget)
         self._next_block: LoadingBlock | None = None
-        self._expected = 0  # bytes of blocks that are loading
-        self._unpacking: list[Any] = []  # a heap of (ticket, number, size, ...): who waits for memory to decode into
         self._counters = memory.counters
         self.pace, self._hedging = limits
         self.pace.allow(budget.threads)
@@ -219,21 +215,16 @@ class Fetcher:
 
         `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
         """
-        most = self._bodies.most
-        if batches_grow:
-            most = min(most, self.needed + ahead_limit(most))
-        return self._bodies.used + self._expected + self._next(ref).expected <= most
-
-    def reserve_for_batches(self, size: int) -> int:
-        """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
-        self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
-        with self._changed:  # `used` includes bodies of loading blocks, so `_expected` would count these twice
-            blocks = sum(max(block.held, block.expected if block.left else 0) for block in self._blocks.values())
-        return max(blocks, self._bodies.used)
+        return self.ledger.fits(self._next(ref).expected, batches_grow=batches_grow)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
-        self._budget.check(self.needed + self._next(ref).expected)
+        self.ledger.check(self._next(ref).expected)
+
+    def leave(self, size: int) -> int:
+        """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
+        with self._changed:
+            return self.ledger.limit(size)
 
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block whose slot has been reserved."""
@@ -244,9 +235,11 @@ class Fetcher:
             block.left = len(names)
         with self._changed:
             self._blocks[ref.ticket] = block
-            if self._closed.is_set() or not names:
+            self.ledger.open(ref.ticket, block.expected)
+            if not names:
+                self.ledger.complete(ref.ticket)
+            if self._closed.is_set():
                 return
-            self._expected += block.expected
             for name in names:
                 runs = block.runs.pop(name, None)
                 if isinstance(runs, StreamloaderError):
@@ -265,14 +258,13 @@ class Fetcher:
             block = self._blocks[ticket]
             self._awaited = ticket
             while block.left and not self._failure and not self._closed.is_set():
-                self._grant()  # batches that are deleted free memory
+                self.ledger.grant(awaited=ticket)  # batches that are deleted free memory
                 self._changed.wait(CHECK_SECONDS)
                 self._hedge_late()
             self._awaited = -1
             if self._failure is not None:
                 return self._failure
-            block.needed = block.held
-            self.needed += block.needed
+            self.ledger.use(ticket)
             error, block.error = block.error, None  # its traceback may hold the block
             if error is None and not self._closed.is_set():
                 self._memory.complete(ticket)
@@ -281,8 +273,8 @@ class Fetcher:
     def forget(self, ticket: int) -> None:
         """Remove a block that was in use and is released."""
         with self._changed:  # threads that wait for memory iterate over the blocks
-            self.needed -= self._blocks.pop(ticket).needed
-            self._grant()
+            del self._blocks[ticket]
+            self.ledger.close(ticket)
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no block: every `wait` returns it from now on."""
@@ -296,7 +288,7 @@ class Fetcher:
             self._closed.set()
             self._pending.clear()
             self._hedges.clear()
-            self._grant()
+            self.ledger.grant()
             self._changed.notify_all()
         self._local.close()
         self._requests.close()
@@ -339,8 +331,7 @@ class Fetcher:
         block.error = block.error or error
         block.left -= 1
         if not block.left:
-            self._expected -= block.expected
-            self._grant()
+            self.ledger.complete(block.ref.ticket)
             if self._awaited == block.ref.ticket:
                 self._changed.notify_all()
 
@@ -469,7 +460,7 @@ class Fetcher:
                 first = slot * self._memory.block + row
                 chunks.table[first : first + len(table)] = table
                 chunks.keep(slot, kept)
-                piece.block.held += sum(part.nbytes for part in kept)
+                self.ledger.hold(piece.block.ref.ticket, sum(part.nbytes for part in kept))
         if slot != NO_SLOT:
             self._count_decoded(piece, seconds)
         self._end(attempt, PassEnded() if slot == NO_SLOT else None)
@@ -562,66 +553,36 @@ class Fetcher:
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
         with self._changed:  # from now on, the memory in use includes it
-            block.held += size
-            block.expected -= size
-            self._expected -= size
+            self.ledger.hold(block.ref.ticket, size, expected=True)
         return self._bodies.allocate(size)
 
-    def _reserve(self, attempt: Attempt, size: int) -> memoryview | Future[memoryview]:
-        """Return memory to decode into, now or once it fits: only bodies state this size.
+    def _reserve(self, attempt: Attempt, size: int) -> Future[memoryview]:
+        """Return memory to decode into, once it fits: only bodies state this size.
 
-        Blocks ahead get it in their order, a block that a batch waits for at once. The future's error is `PassEnded` if
-        the piece is finished or this is closed, and may be a `MemoryBudgetError`.
+        The future's error is `PassEnded` if the piece is finished or this is closed, and may be a `MemoryBudgetError`.
         """
-        granted: Future[memoryview] = Future()
+        piece = attempt.piece
+
+        def ended() -> PassEnded | None:
+            return PassEnded() if piece.finished or self._closed.is_set() else None
+
         with self._changed:
-            ticket = attempt.piece.block.ref.ticket
-            heappush(self._unpacking, (ticket, next(self._numbers), size, attempt, granted))
             self._places -= 1  # a later piece that waits here must not delay the request of an earlier one
-            self._grant()
+            granted = self.ledger.reserve(size, piece.block.ref.ticket, ended)
+            granted.add_done_callback(partial(self._reserved, attempt, size))
+            self.ledger.grant()
             self._dispatch()
-        try:
-            return granted.result() if granted.done() else granted
-        finally:
-            del granted  # the traceback of its error holds this frame
+        return granted
 
-    def _grant(self) -> None:
-        """Allocate memory to decode into for those that wait, as far as it fits. Requires the lock."""
-        while self._unpacking:
-            ticket, _, size, attempt, granted = self._unpacking[0]
-            piece, needed = attempt.piece, ticket <= self._awaited
-            ended = piece.finished or self._closed.is_set()
-            if not (needed or ended or self._fits_ahead(ticket, size)):
-                return
-            heappop(self._unpacking)
-            self._places += 1
-            try:
-                if ended:
-                    raise PassEnded
-                if needed:
-                    self._budget.check(self.needed + piece.block.held + size)
-                attempt.memory.append(self._bodies.allocate(size))
-            except BaseException as error:  # noqa: BLE001 - raised by the function that decodes
-                granted.set_exception(error.with_traceback(None))  # which holds this frame
-            else:
-                attempt.unpacked += size
-                piece.block.held += size
-                granted.set_result(attempt.memory[-1])
-
-    def _fits_ahead(self, ticket: int, size: int) -> bool:
-        """Return whether a block ahead may decode `size` bytes now. Requires the lock.
-
-        Most of the memory is left for an earlier block, whose decoded size is unknown until its body arrives.
-        """
-        if self._bodies.used + size > self._bodies.most:
-            return False
-        oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
-        later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
+    def _reserved(self, attempt: Attempt, size: int, granted: Future[memoryview]) -> None:
+        self._places += 1
+        if granted.exception() is None:
+            attempt.memory.append(granted.result())
+            attempt.unpacked += size
 
     def _forget_decoded(self, attempt: Attempt) -> None:
         """Count the decoded bytes of a request no more: they are counted as the slot's, or dropped."""
-        attempt.piece.block.held -= attempt.unpacked
+        self.ledger.hold(attempt.piece.block.ref.ticket, -attempt.unpacked)
         attempt.unpacked = 0
 
     def _end(self, attempt: Attempt, error: BaseException | None) -> None:
@@ -773,8 +734,3 @@ def decode_regions(
     begin = time.thread_time()
     missing, decoded = source[0].write(run, ABSENT if body is None else body, block, allocate)
     return missing, decoded, time.thread_time() - begin
-
-
-def ahead_limit(most: float) -> float:
-    """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
-    return max(TOLERANCE_BYTES, most // 4)

@@ -1,0 +1,152 @@
+"""The bytes of the blocks of a pass: which may be admitted, and who may decode next.
+
+Bodies and decoded chunks share `Budget.body_bytes`. A block is admitted if its expected bytes fit. Where only a body
+states how many bytes it decodes to, these are reserved once it has arrived, in the order of tickets: an earlier block
+must find its memory free, since a batch waits for it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from streamloader.engine.memory import TOLERANCE_BYTES, Budget, Buffers
+
+
+@dataclass(slots=True)
+class Account:
+    """The bytes of a block: `expected` until it is `loaded`, `held` now, `needed` once a batch has waited for it."""
+
+    expected: int
+    held: int = 0
+    needed: int = 0
+    loaded: bool = False
+
+
+class Ledger:
+    """Counts the bytes of blocks by ticket. Its owner has a lock, which all methods but `fits` and `check` require.
+
+    `needed`: bytes of the blocks in use, for which a batch has waited and which later ones still need.
+    """
+
+    def __init__(self, bodies: Buffers, budget: Budget) -> None:
+        self.needed = 0
+        self._bodies, self._budget = bodies, budget
+        self._accounts: dict[int, Account] = {}
+        self._expected = 0  # bytes of blocks that are loading
+        self._waiting: list[tuple[int, int, int, Callable[[], Exception | None], Future[memoryview]]] = []  # a heap
+        self._numbers = count()
+        self._awaited = -1  # the ticket that a batch waits for
+
+    def fits(self, size: int, *, batches_grow: bool) -> bool:
+        """Return whether a block of the expected size fits.
+
+        `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
+        """
+        most = self._bodies.most
+        if batches_grow:
+            most = min(most, self.needed + ahead_limit(most))
+        return self._bodies.used + self._expected + size <= most
+
+    def check(self, size: int) -> None:
+        """Raise `MemoryBudgetError` if a block of this size does not fit in addition to those in use."""
+        self._budget.check(self.needed + size)
+
+    def open(self, ticket: int, expected: int) -> None:
+        """Count a block that begins to load."""
+        self._accounts[ticket] = Account(expected)
+        self._expected += expected
+
+    def hold(self, ticket: int, size: int, *, expected: bool = False) -> None:
+        """Count bytes of a block that are in memory, fewer if negative. `expected`: they were part of that."""
+        account = self._accounts.get(ticket)
+        if account is None:  # closed: a late response to another request
+            return
+        account.held += size
+        if expected:
+            account.expected -= size
+            self._expected -= size
+
+    def complete(self, ticket: int) -> None:
+        """Count a block that is loaded by what it holds."""
+        account = self._accounts[ticket]
+        account.loaded = True
+        self._expected -= account.expected
+        self.grant()
+
+    def use(self, ticket: int) -> None:
+        """Count a block as in use."""
+        account = self._accounts[ticket]
+        account.needed = account.held
+        self.needed += account.needed
+
+    def close(self, ticket: int) -> None:
+        """Count a block no more, which was in use."""
+        self.needed -= self._accounts.pop(ticket).needed
+        self.grant()
+
+    def limit(self, size: int) -> int:
+        """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
+        self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
+        # `used` includes bodies of loading blocks, so `_expected` would count these twice
+        accounts = self._accounts.values()
+        blocks = sum(max(account.held, 0 if account.loaded else account.expected) for account in accounts)
+        return max(blocks, self._bodies.used)
+
+    def reserve(self, size: int, ticket: int, ended: Callable[[], Exception | None]) -> Future[memoryview]:
+        """Return memory of a block, once it fits: blocks ahead get it in their order, an awaited one at once.
+
+        The future's error is that of `ended()`, if it returns one, or a `MemoryBudgetError`.
+        """
+        granted: Future[memoryview] = Future()
+        heappush(self._waiting, (ticket, next(self._numbers), size, ended, granted))
+        return granted
+
+    def grant(self, awaited: int | None = None) -> None:
+        """Allocate what was reserved, as far as it fits. `awaited`: the ticket that a batch waits for from now on."""
+        self._awaited = self._awaited if awaited is None else awaited
+        while self._waiting:
+            ticket, _, size, ended, granted = self._waiting[0]
+            needed = ticket <= self._awaited
+            error: BaseException | None = ended()
+            if not (needed or error or self._fits_ahead(ticket, size)):
+                return
+            heappop(self._waiting)
+            if error is None:
+                memory, error = self._allocate(ticket, size, check=needed)
+            if error is None:
+                granted.set_result(memory)
+            else:
+                granted.set_exception(error)
+            del error, granted  # whose frames refer to each other
+
+    def _allocate(self, ticket: int, size: int, *, check: bool) -> tuple[Any, BaseException | None]:
+        account = self._accounts[ticket]
+        try:
+            if check:
+                self._budget.check(self.needed + account.held + size)
+            memory = self._bodies.allocate(size)
+        except BaseException as error:  # noqa: BLE001 - raised by the function that decodes
+            return None, error.with_traceback(None)  # which holds this frame
+        account.held += size
+        return memory, None
+
+    def _fits_ahead(self, ticket: int, size: int) -> bool:
+        """Return whether a block ahead may decode `size` bytes now.
+
+        Most of the memory is left for an earlier block, whose decoded size is unknown until its body arrives.
+        """
+        if self._bodies.used + size > self._bodies.most:
+            return False
+        oldest = min((number for number, account in self._accounts.items() if not account.loaded), default=ticket)
+        later = sum(account.held for number, account in self._accounts.items() if number > oldest)
+        return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
+
+
+def ahead_limit(most: float) -> float:
+    """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
+    return max(TOLERANCE_BYTES, most // 4)
