@@ -13,7 +13,7 @@ from folder_server import FolderServer, folder_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.engine import fetcher, memory
+from streamloader.engine import memory, pace
 from streamloader.engine.pace import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
 from streamloader.options import RetryPolicy, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
@@ -126,7 +126,7 @@ def test_stalls_that_are_usual_or_beyond_the_budget_are_waited_out(server):
 
 
 def test_a_store_that_throttles_gets_no_second_requests(server, monkeypatch):
-    monkeypatch.setattr(fetcher, "DECREASE_SECONDS", 60.0)  # it throttles, even if this process stands still
+    monkeypatch.setattr(pace, "DECREASE_SECONDS", 60.0)  # it throttles, even if this process stands still
     options = {"retry": RetryPolicy(base_seconds=0.01, cap_seconds=0.05)}
     server.behave, server.every = "503", 5
     server.stall_every, server.seconds = 49, 1.2 * LEAST_SECONDS
