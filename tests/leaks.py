@@ -153,7 +153,7 @@ def held() -> Held:
 
 def slots() -> int:
     """Return how many loaders have slots for blocks."""
-    from streamloader.engine.memory import Blocks
+    from streamloader.engine.blocks import Blocks
 
     return sum(type(one) is Blocks for one in gc.get_objects())  # isinstance wakes proxies
 

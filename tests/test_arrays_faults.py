@@ -19,9 +19,10 @@ from zarr_stores import STORES, anchors, samples_of, url_of, values_of
 import streamloader as sl
 from streamloader import errors
 from streamloader.engine import fetcher as fetcher_module
+from streamloader.engine.blocks import Memory
 from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import Attempt, Fetcher
-from streamloader.engine.memory import Budget, Memory
+from streamloader.engine.memory import Budget
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.loader.arguments import Source, open_dataset
 from streamloader.order.schedule import BlockRef
@@ -316,7 +317,7 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
     """Its slot may belong to another block by then, which would get the regions of this one."""
     dataset = open_dataset(Source(url_of("xarray3.zarr"), sample_axis="time"))
     budget, executor = Budget(slots=1, threads=2, bytes=1 << 30, body_bytes=1 << 30), Executor()
-    memory = Memory.of(dataset.layouts, 4, budget, Counters(), executor.arena)
+    memory = Memory.of(dataset.region_readers, 4, budget, Counters(), executor.arena)
     fetch, begun, resume = fetcher_module.fetch_body, threading.Event(), threading.Event()
 
     def fetch_late(*args):

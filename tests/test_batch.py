@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamloader.engine.arena import Arena
-from streamloader.engine.memory import LARGE_ROW, Buffers
-from streamloader.engine.stages import Ragged, Rows, copy_all, variable_column
+from streamloader.engine.memory import Buffers
+from streamloader.engine.residence import LARGE_ROW, Ragged, Spans, variable_column
+from streamloader.engine.stages import copy_all
 from streamloader.errors import CorruptError, DecodeError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
@@ -30,7 +31,7 @@ def column(spec: str, items: list[bytes], buffers: Buffers, pack: Pack | None = 
     buffer = b"\xff" + b"\xff".join(items)
     starts = 1 + np.cumsum([0, *(len(item) + 1 for item in items)])[: len(items)]
     memory = np.frombuffer(buffer, np.uint8)
-    rows = Rows(memory, starts.astype(np.int64), np.array([len(item) for item in items], np.int64))
+    rows = Spans(memory, starts.astype(np.int64), np.array([len(item) for item in items], np.int64))
     samples = np.arange(len(items)) + 100
     plan = BatchPlan(0, 0, len(items), *(samples,) * 5, (), ())
     found, copies = variable_column(("f", Field.parse(spec)), rows, plan, buffers, pack)

@@ -13,29 +13,23 @@ from hypothesis import strategies as st
 from torchrun import run_python
 
 from streamloader.engine.arena import Arena, machine_memory
-from streamloader.engine.memory import (
-    LIVE_BATCHES,
-    MACHINE_SHARE,
-    MAX_THREADS,
-    NO_SLOT,
-    Blocks,
-    Buffers,
-    Demand,
-    allot,
-    allowance,
-    place_items,
-)
+from streamloader.engine.blocks import NO_SLOT, Blocks
+from streamloader.engine.memory import LIVE_BATCHES, MACHINE_SHARE, MAX_THREADS, Buffers, Demand, allot, allowance
+from streamloader.engine.residence import Chunks, Rows
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
-from streamloader.format.manifest import Field, FieldLayout
+from streamloader.format.manifest import Field
 from streamloader.stats import Counters
 
 ARENA = Arena(shared=False)
 BLOCK = 4
-LAYOUTS = {
-    "x": FieldLayout(Field.parse("int64[2]"), chunk=2, shard=8, codec="none", resident=False),
-    "raw": FieldLayout(Field.parse("bytes"), chunk=2, shard=8, codec="none", resident=False),
-}
+
+
+def blocks_of(slots: int) -> tuple[Blocks, Rows, Chunks]:
+    """Blocks of two fields, and the residences of these."""
+    rows = Rows("x", Field.parse("int64[2]"), ARENA, (slots, BLOCK))
+    chunks = Chunks("raw", Field.parse("bytes"), ARENA, (slots, BLOCK))
+    return Blocks({"x": rows, "raw": chunks}, slots, BLOCK, arena=ARENA), rows, chunks
 
 
 def items(values: list[bytes]) -> Items:
@@ -52,44 +46,37 @@ def arena_items(values: list[bytes]) -> Items:
     return Items(memory.data[: found.buffer.nbytes], found.starts, found.stops)
 
 
-def keep(blocks: Blocks, slot: int, chunks: list[tuple[int, Items]]) -> None:
-    for row, part in chunks:
-        place_items(ARENA.bytes, blocks.chunks["raw"].table[slot * BLOCK : (slot + 1) * BLOCK], row, part)
-        blocks.chunks["raw"].keep(slot, [part.buffer])
-
-
-def fill(arena: Blocks, ticket: int, skip: int = 0) -> None:
+def fill(blocks: Blocks, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
-    arena.reserve(ticket)
-    slot = arena.claim(ticket)
-    arena.fixed["x"][slot * BLOCK : (slot + 1) * BLOCK] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
+    blocks.reserve(ticket)
+    slot = blocks.claim(ticket)
+    rows.values[slot * BLOCK : (slot + 1) * BLOCK] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
-    chunks = [(at - skip, arena_items(values[at : at + 2])) for at in range(0, len(values), 2)]
-    keep(arena, slot, chunks[1:])  # in two requests, the later one first
-    keep(arena, slot, chunks[:1])
+    for at in [*range(2, len(values), 2), 0]:  # in two requests, the later one first
+        chunks.place(slot, at - skip, arena_items(values[at : at + 2]))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data):
     slots = data.draw(st.integers(1, 6))
-    arena = Blocks(LAYOUTS, slots, BLOCK, arena=ARENA)
+    arena, stored, chunks = blocks_of(slots)
     live: list[int] = []
     ticket = 0
     for _ in range(data.draw(st.integers(1, 60))):
         ticket += data.draw(st.sampled_from((1, 1, 1, 1023, 1024)))  # tickets that would share a place in the table
         if len(live) == slots:
             arena.release(live.pop(data.draw(st.integers(0, slots - 1))))
-        fill(arena, ticket, skip=data.draw(st.integers(0, 1)))
+        fill(arena, stored, chunks, ticket, skip=data.draw(st.integers(0, 1)))
         live.append(ticket)
         assert arena.free == slots - len(live)
         tickets = np.array(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=9)), np.int64)
         rows = np.array([data.draw(st.integers(0, BLOCK - 1)) for _ in tickets], np.int64)
         out = np.empty((len(tickets), 2), np.int64)
         places = arena.locate(tickets, rows)
-        np.take(arena.fixed["x"], places, axis=0, out=out)
+        np.take(stored.values, places, axis=0, out=out)
         assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
-        assert [bytes(item) for item in arena.chunks["raw"].items(places)] == [
+        assert [bytes(item) for item in chunks.items(places)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
         ]
     arena.clear()
@@ -97,7 +84,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
 
 
 def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
-    arena = Blocks(LAYOUTS, 2, BLOCK, arena=ARENA)
+    arena, _, _ = blocks_of(2)
     arena.reserve(5)
     arena.reserve(6)
     assert arena.free == 0
@@ -115,12 +102,12 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
 
 
 def test_items_that_a_batch_holds_outlive_their_slot():
-    arena = Blocks(LAYOUTS, 1, BLOCK, arena=ARENA)
-    fill(arena, 0)
+    arena, rows, chunks = blocks_of(1)
+    fill(arena, rows, chunks, 0)
     places = arena.locate(np.zeros(1, np.int64), np.array([3]))
-    held, holds = arena.chunks["raw"].items(places), arena.chunks["raw"].hold(places)
+    held, holds = chunks.items(places), chunks.hold(places)
     arena.release(0)
-    fill(arena, 1)
+    fill(arena, rows, chunks, 1)
     assert bytes(held[0]) == b"3"
     del holds
 
@@ -267,9 +254,9 @@ def test_more_memory_never_gives_less(demand, some, more):
 def test_without_a_limit_ranks_share_the_machine():
     assert 4 * allowance(None, 4) <= machine_memory() * MACHINE_SHARE <= machine_memory()
     assert allowance(123, 4) == 123
-    small = Demand(slots=4, slot_bytes=1000, batch_bytes=10, request_bytes=1000, blocks=100)
+    small = Demand(slots=4, slot_bytes=1000, batch_bytes=10, request_bytes=1000, blocks=100, pieces=1)
     assert allot(small, None).bytes == small.least_bytes + (MAX_THREADS - 1) * small.thread_bytes
     assert allot(small, None).threads == MAX_THREADS
-    huge = Demand(slots=4, slot_bytes=machine_memory(), batch_bytes=10, request_bytes=1000, blocks=100)
+    huge = Demand(slots=4, slot_bytes=machine_memory(), batch_bytes=10, request_bytes=1000, blocks=100, pieces=1)
     with pytest.raises(MemoryBudgetError, match="but the machine allows it"):
         allot(huge, None)

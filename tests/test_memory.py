@@ -21,9 +21,10 @@ from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
 from streamloader.engine import fetcher as fetcher_module
 from streamloader.engine.arena import Arena
+from streamloader.engine.blocks import Memory
 from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import Fetcher
-from streamloader.engine.memory import Budget, Buffers, Memory
+from streamloader.engine.memory import Budget, Buffers
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
@@ -113,7 +114,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     dataset = open_source(Source(tmp_path / "d"))
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
     executor, limits = Executor(), (Pace(1), Hedging())
-    memory = Memory.of(dataset.layouts, 4, budget, Counters(), executor.arena)
+    memory = Memory.of(dataset.readers, 4, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, limits, memory, executor)
     with closing(fetcher):
         memory.blocks.reserve(0)
@@ -134,7 +135,7 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     # a block may decode a quarter of these bytes before the one in front of it is complete
     budget = Budget(slots=2, threads=2, bytes=64 << 20, body_bytes=64 << 20, exact=True)
     executor = Executor()
-    memory = Memory.of(dataset.layouts, 8, budget, Counters(), executor.arena)
+    memory = Memory.of(dataset.readers, 8, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)
     runs, fetch = FieldReader.runs, fetcher_module.fetch_items
     queued = threading.Event()

@@ -20,9 +20,10 @@ from leaks import uncollected
 from torch.utils.data import DataLoader
 from transform_tasks import slow
 
-from streamloader.engine import stages
 from streamloader.engine.engine import Pipeline
-from streamloader.engine.stages import Batch, variable_column
+from streamloader.engine import residence
+from streamloader.engine.residence import variable_column
+from streamloader.engine.stages import Batch
 from streamloader.errors import (
     BatchError,
     DecodeError,
@@ -414,7 +415,7 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
             raise DecodeError("sample 30 is bad", "repair it")
         return variable_column(field, rows, plan, *args)
 
-    monkeypatch.setattr(stages, "variable_column", fails)
+    monkeypatch.setattr(residence, "variable_column", fails)
     with uncollected():
         iterator, found = iter(ds), []
         arena = weakref.ref(ds._engine().run.core.memory.blocks)

@@ -12,55 +12,37 @@ an incomplete pipeline ends its run; after a complete one, an endless run contin
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from streamloader.engine.blocks import Memory, residence_of
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, PassEnded, sleeper
-from streamloader.engine.memory import (
-    ITEM_BYTES,
-    LIVE_BATCHES,
-    MAX_THREADS,
-    READY_BATCHES,
-    Budget,
-    Demand,
-    Memory,
-    allot,
-    allowance,
-    in_slots,
-)
+from streamloader.engine.memory import READY_BATCHES, Budget, Demand, allot, allowance
 from streamloader.engine.pace import FIRST, Hedging, Pace
+from streamloader.engine.residence import Rows
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
-from streamloader.format.codecs import scratch_bytes
-from streamloader.format.manifest import FieldLayout
-from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need, Share
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take, trim_heaps
-from streamloader.zarr.columns import RegionReader, wider_block
+from streamloader.zarr.columns import wider_block
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare
 
-# The ratio of decoded to encoded size of a photograph: a JPEG of usual quality has 2 to 3 bits per pixel.
-IMAGE_EXPANSION = 10
 # How long a new pass waits for the threads of the previous pass before it allocates its own memory.
 JOIN_SECONDS = 0.2
 # Blocks that are admitted ahead for each request that may be in flight: one is loading, one is complete.
@@ -72,10 +54,6 @@ MAX_STEPS_AT_ONCE = 16
 SHARED_BYTES = 16 * MIB
 MAX_SHARED_STEPS = 64
 LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
-# Requests for chunks of arrays may be large. Fewer in flight take less memory; 16 of 85 MB/s each fill 10 Gbit/s.
-# The size of a compressed chunk is unknown, and counts as decoded.
-IN_FLIGHT_BYTES = 1024 * MIB
-LEAST_THREADS = 16
 # Units of several chunks may take so much more memory than units of one chunk, if `memory=` is not given.
 UNITS_BYTES = 2048 * MIB
 # The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
@@ -96,7 +74,7 @@ class Engine:
         # Threads hold the options of their stages, which must not keep the owner of the transform alive.
         self._config = replace(config, transform=None)
         self._transform = None if config.transform is None else HeldTransform(config.transform)
-        self._resident: dict[str, NDArray[Any]] = {}
+        self._resident: dict[str, Rows] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
         retriers = [dataset.store.retries for dataset in datasets]
@@ -118,19 +96,18 @@ class Engine:
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
         self.counters.client = f"{reader.kind}: {reader.reason}"
-        streamed = {name: layout for name, layout in self.datasets[0].layouts.items() if name not in resident}
+        streamed = tuple(name for name in self._names if name not in resident)
         memory = self._memory(streamed, budget, plan.need.block)
         options = StageOptions(
             config=self._config,
             names=self._names,
-            streamed=streamed,
             resident={name: self._resident[name] for name in resident},
             batched=plan.steps_at_once == 1,
             transform=None if self._transform is None else weakref.ref(self._transform),
             seed=plan.seed,
         )
         # before other threads start, since it raises for an invalid transform
-        fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory, self.executor)
+        fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
         stages = Stages(options, memory, self.executor, fetcher.fail)
         planned = plans(plan._replace(held=not streamed), self.executor.map, endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
@@ -153,25 +130,25 @@ class Engine:
         for name in names:
             if name not in self._resident:
                 readers = [data.readers[name] for data in self.datasets]
-                field, ends = readers[0].layout.field, list(accumulate(reader.num_samples for reader in readers))
-                values = self.executor.arena.array((ends[-1], *field.shape), field.dtype)
+                ends = list(accumulate(reader.num_samples for reader in readers))
+                rows = Rows(name, readers[0].layout.field, self.executor.arena, (1, ends[-1]))
                 for reader, data, end in zip(readers, self.datasets, ends, strict=True):
-                    load_field(reader, data.store, values[end - reader.num_samples : end], self.counters, sleep)
-                self._resident[name] = values
+                    load_field(reader, data.store, rows.values[end - reader.num_samples : end], self.counters, sleep)
+                self._resident[name] = rows
 
-    def _memory(self, layouts: Mapping[str, FieldLayout], budget: Budget, block: int) -> Memory:
+    def _memory(self, names: Sequence[str], budget: Budget, block: int) -> Memory:
         """Return the memory of the last run if it fits and no thread can still write to it, else new memory."""
         run, self.run = self.run, None
         if run is not None:
             memory = run.core.memory
-            shape = layouts, budget.slots, block, budget.fills_batches, budget.keeps
-            ended = memory.blocks.shape == shape and run.core.join(JOIN_SECONDS)
+            ended = memory.is_for(names, block, budget) and run.core.join(JOIN_SECONDS)
             if budget.exact:
                 trim_heaps()  # of the thread that made bytes and texts, which another one replaces
             if ended:
                 memory.blocks.clear()
                 return memory._replace(budget=budget)
-        return Memory.of(layouts, block, budget, self.counters, self.executor.arena)
+        readers = {name: self.datasets[0].reader(name) for name in names}
+        return Memory.of(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -194,7 +171,7 @@ class Engine:
         config, need = self._config, share.need(1)
         if config.decoders or self._transform is not None:
             return 1
-        size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
+        size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         shared = self.executor.workers > 0
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
@@ -243,86 +220,24 @@ class Engine:
         least = len(small) if need.block == 1 and len(small) == len(self._names) else 0
         return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), least - 1, -1)]
 
-    def _readers(self, name: str) -> list[FieldReader | RegionReader]:
+    def _readers(self, name: str) -> list[Any]:
         return [dataset.reader(name) for dataset in self.datasets]
 
-    def _array_demand(self, need: Need) -> Demand:
-        """Return the demand of arrays, whose blocks have regions."""
-        regions, kept, uneven, pieces, batch, request, scratch = 0, 0, 0, 0, 0, 0, 0
-        fills_batches = need.block == 1
-        for name in self._names:
-            readers = [reader for reader in self._readers(name) if isinstance(reader, RegionReader)]
-            fills_batches = fills_batches and all(reader.fills_rows for reader in readers)
-            regions += max(reader.most_bytes(need.block) for reader in readers)
-            pieces += min(reader.pieces(need.block) for reader in readers)
-            batch += need.rows * max(reader.column.sample_bytes for reader in readers)
-            request = max([request, *(reader.request_bytes for reader in readers)])
-            scratch = max([scratch, *(reader.scratch_bytes for reader in readers)])
-            kept += sum(reader.all_bytes for reader in readers)
-            uneven += max(
-                (reader.most_bytes(need.block) for reader in readers if reader.column.rows is not None), default=0
-            )
-        if fills_batches:
-            batch += batch // LIVE_BATCHES  # one more, some of whose rows are slots
-        return Demand(
-            slots=need.slots,
-            slot_bytes=regions,
-            batch_bytes=batch,
-            request_bytes=request,
-            blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
-            kept_bytes=kept,
-            uneven_bytes=uneven,
-            item_bytes=regions,
-            fills_batches=fills_batches,
-            index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,
-            scratch_bytes=scratch,
-            pieces=max(1, pieces),
-            most_threads=max(LEAST_THREADS, min(MAX_THREADS, IN_FLIGHT_BYTES // request)),
-        )
-
-    def _demand(self, resident: list[str], need: Need) -> Demand:
+    def _demand(self, resident: Sequence[str], need: Need) -> Demand:
         """Return the demand with these fields resident."""
-        if self.datasets[0].arrays is not None:
-            return self._array_demand(need)
-        block = need.block
-        mean = {name: max(map(_mean_bytes, self._readers(name))) for name in self._names}
-        streamed = [(name, reader) for name in self._names if name not in resident for reader in self._readers(name)]
-        requests = [
-            max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name])) for name, reader in streamed
-        ]
-        scratch = [scratch_bytes(reader.layout, int(reader.layout.chunk * mean[name])) for name, reader in streamed]
-        slotted = {name: in_slots(reader.layout) for name, reader in streamed}
-        items = sum(int(block * mean[name]) for name in slotted if not slotted[name])
-        return Demand(
+        held = len(resident) == len(self._names)
+        index = sum(dataset.index_bytes for dataset in self.datasets)
+        decoders, fields = self._config.decoders, []
+        for name in self._names:
+            readers = self._readers(name)
+            demand = Rows.resident_demand if name in resident else residence_of(readers[0]).demand
+            fields.append(demand(readers, need, decoders.get(name)))
+        return Demand.of(
+            fields,
             slots=need.slots,
-            slot_bytes=items + sum(block * (int(mean[name]) if slotted[name] else ITEM_BYTES) for name in slotted),
-            batch_bytes=int(need.rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
-            request_bytes=int(max(requests, default=MIB)),
-            blocks=sum(-(-dataset.num_samples // block) for dataset in self.datasets),
-            item_bytes=items,
-            resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
-            index_bytes=sum(dataset.index_bytes for dataset in self.datasets)
-            + (need.held_plan_bytes if len(resident) == len(self._names) else need.plan_bytes),
-            scratch_bytes=max(scratch, default=0),
+            blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
+            index_bytes=index + (need.held_plan_bytes if held else need.plan_bytes),
         )
-
-    def _finished_bytes(self, name: str, stored: float) -> float:
-        """Return the estimated bytes of one sample in a finished batch."""
-        decoder = self._config.decoders.get(name)
-        if decoder is None:
-            return stored
-        itemsize = np.dtype(decoder.dtype).itemsize
-        if decoder.options.size is None:
-            return stored * IMAGE_EXPANSION * itemsize
-        return float(math.prod(decoder.options.size) * decoder.options.channels * itemsize)
-
-
-def _mean_bytes(reader: FieldReader | RegionReader) -> float:
-    if isinstance(reader, RegionReader):
-        return reader.column.sample_bytes
-    if reader.layout.field.fixed:
-        return float(reader.layout.field.item_bytes)
-    return reader.layout.nbytes / max(1, reader.num_samples)
 
 
 class Prefetcher:

@@ -25,12 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
+from streamloader.engine.blocks import NO_SLOT, Memory
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.executor import Callback, Executor, Job, Threads, all_bytes, arena_bytes, in_worker
 from streamloader.engine.ledger import Ledger
-from streamloader.engine.memory import NO_SLOT, Memory, in_slots, place_items
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.engine.regions import BlockRegions
+from streamloader.engine.residence import Chunks, Rows, place_items
 from streamloader.errors import (
     CorruptError,
     EngineError,
@@ -153,15 +154,16 @@ class Fetcher:
             for dataset in datasets
             for name in names
         }
-        self._rows = {name: executor.share(rows) for name, rows in memory.blocks.fixed.items()}
-        self._items = [] if datasets[0].arrays is not None else [*memory.blocks.chunks]
+        residences = memory.blocks.residences
+        self._rows = {name: executor.share(rows.values) for name, rows in residences.items() if isinstance(rows, Rows)}
+        self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._memory, self._bodies = memory.blocks, memory.bodies
         # rows of batches are counted as slots are, and memory that is kept apart
         counted = [] if self._memory.fills_batches or self._memory.keeps else names
-        self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
+        self._by_items = [name for name in counted if name not in self._rows]
         self._budget = budget = memory.budget
         self.ledger = Ledger(memory.bodies, budget)
         self._next_block: LoadingBlock | None = None
@@ -385,7 +387,7 @@ class Fetcher:
                 target = self._allocate_body(attempt, run.stop - run.start)
             on_repeat = partial(self._counters.add, requests=1)
             calls = partial(self._begin_request, attempt), partial(self._restart, attempt, on_repeat)
-            if piece.field.name in self._items:
+            if piece.field.name in self._chunks:
                 work = run, piece.block.ref.start, piece.block.ref.stop
                 given: Any = source, work, Callback(on_repeat), target, Callback(partial(self._reserve, attempt))
                 job = Job(fetch_items, given, partial(self._received_items, attempt), *calls)
@@ -453,7 +455,7 @@ class Fetcher:
         fetched, used, (row, table), seconds = result
         self._count_response(attempt, *fetched)
         piece = attempt.piece
-        chunks, kept = self._memory.chunks[piece.field.name], [attempt.memory[number] for number in used]
+        chunks, kept = self._chunks[piece.field.name], [attempt.memory[number] for number in used]
         with self._changed:
             slot = self._claim(attempt)
             if slot != NO_SLOT:
@@ -539,7 +541,7 @@ class Fetcher:
         regions, first = self._memory.open_regions(reader.name, ref.ticket, slot, opened)
         if first:  # the block is complete only after this piece
             reader.write_constants(BlockArrays(regions.arrays, regions.bounds))
-            self._memory.keep_rows(reader.name, slot, regions)
+            self._memory.regions[reader.name].place_rows(slot, regions)
         source = self._shared[block.dataset, reader.name]
 
         def end(result: Any, error: BaseException | None) -> None:

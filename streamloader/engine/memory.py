@@ -1,4 +1,4 @@
-"""The memory of blocks and batches, allocated once and reused, and the budget that divides `memory=` between them.
+"""The buffers of blocks and batches, allocated once and reused, and the budget that divides `memory=` between them.
 
 Reuse pays since the first write to a new page costs three times the copy into it. The budget is pure arithmetic.
 """
@@ -9,208 +9,19 @@ import math
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.arena import Arena, address, machine_memory
-from streamloader.engine.regions import BatchRow, BatchRows, BlockRegions, Lease, Regions
+from streamloader.engine.arena import Arena, machine_memory
 from streamloader.errors import MemoryBudgetError
-from streamloader.format.codecs import Items
-from streamloader.format.manifest import FieldLayout
 from streamloader.options import MIB
-from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
-from streamloader.zarr.columns import ARRAYS, ChunkPlaces, RegionReader
-
-Column = NDArray[Any]
-Layouts = Mapping[str, FieldLayout]  # by field
-NO_SLOT = -1
-# A slot stores the address and the size of each item.
-ITEM_BYTES = 2 * 8
-# Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
-# would take as long as gathering them, and finding smaller rows takes longer than copying them.
-LARGE_ROW = 1 << 14
-
-
-def in_slots(layout: FieldLayout) -> bool:
-    """Return whether the rows of a field are copied into slots; otherwise slots refer to items of decoded chunks."""
-    return layout.field.fixed and layout.field.item_bytes < LARGE_ROW and layout.codec != ARRAYS
-
-
-class Blocks:
-    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with addresses for the others.
-
-    Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
-    `lease` makes these. `keeps`: all chunks of arrays are kept for later epochs.
-    """
-
-    def __init__(
-        self, layouts: Layouts, slots: int, block: int, lease: Lease | None = None, *, arena: Arena, keeps: bool = False
-    ) -> None:
-        self.arena = arena
-        self.block = block
-        self.keeps, self.fills_batches = keeps, lease is not None
-        self.shape = (dict(layouts), slots, block, self.fills_batches, keeps)
-        self._lease = lease
-        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
-        self._count = slots
-        self._free = list(range(slots))
-        self.fixed: dict[str, Column] = {
-            name: arena.array((slots * block, *layout.field.shape), layout.field.dtype)
-            for name, layout in layouts.items()
-            if in_slots(layout)
-        }
-        arrays = [name for name, layout in layouts.items() if layout.codec == ARRAYS]
-        self.regions = {name: Regions(slots, block, arena if keeps else None) for name in arrays}
-        in_rows = {name for name in {*self.fixed, *arrays} if layouts[name].field.fixed}
-        self.chunks = {name: Chunks(arena, slots, block) for name in layouts if name not in in_rows}
-        self._slots: dict[int, int] = {}  # by ticket
-        self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()  # of regions, for longer
-
-    def clear(self) -> None:
-        """Release every slot. The threads of the pass that held them must have ended."""
-        for ticket in list(self._slots):
-            self.release(ticket)
-        self._batch_rows.clear()
-
-    @property
-    def free(self) -> int:
-        """The number of slots that can be reserved."""
-        return self._count - len(self._slots)
-
-    def expect(self, plan: BatchPlan) -> None:
-        """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
-        if self._lease is not None:
-            batch = BatchRows(plan, self._lease)
-            self._batch_rows |= {ticket: BatchRow(batch, row) for ticket, row in batch.rows.items()}
-
-    def reserve(self, ticket: int) -> None:
-        """Reserve a slot for `ticket`; `claim` assigns one when the first bytes arrive."""
-        with self._lock:
-            oldest = next(iter(self._slots), ticket)
-            self._slots[ticket] = NO_SLOT
-            if ticket - oldest >= len(self._first_row):
-                self._grow(ticket - oldest)
-
-    def claim(self, ticket: int) -> int:
-        """Return the slot of a ticket, or `NO_SLOT` if it has been released. Thread-safe."""
-        with self._lock:
-            slot = self._slots.get(ticket)
-            if slot is None:
-                return NO_SLOT
-            if slot == NO_SLOT:
-                slot = self._free.pop()  # the one released last: its pages have been touched
-                self._slots[ticket] = slot
-                self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
-            return slot
-
-    def complete(self, ticket: int) -> None:
-        """Keep what was read for a block that has been loaded, if `keeps`."""
-        for regions in self.regions.values() if self.keeps else ():
-            regions.complete(self.claim(ticket))
-
-    def release(self, ticket: int) -> None:
-        """Free the ticket's slot; items that a batch still holds stay valid."""
-        with self._lock:
-            self._batch_rows.pop(ticket, None)
-            slot = self._slots.pop(ticket)
-            if slot != NO_SLOT:
-                for chunks in self.chunks.values():
-                    chunks.drop(slot)
-                for regions in self.regions.values():
-                    regions.drop(slot)
-                self._free.append(slot)
-
-    def open_regions(
-        self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
-    ) -> tuple[BlockRegions, bool]:
-        """Return the regions of a field in the slot of a ticket, and whether this call made them."""
-        return self.regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._opening)
-
-    def open_kept(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
-        """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
-        slot, missing = self.claim(ref.ticket), []
-        for name, regions in self.regions.items():
-            block, incomplete = regions.open_kept(slot, readers[name], ref.start, ref.stop)
-            self.keep_rows(name, slot, block)
-            if incomplete:
-                missing.append(name)
-        return missing
-
-    def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
-        """Return the chunks of a field to read for a block, None for all that it needs."""
-        slot = self.claim(ticket) if self.keeps else NO_SLOT
-        return None if slot == NO_SLOT else self.regions[name].claims(slot)
-
-    def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
-        """Store where the sparse rows of a block are, if its column has any."""
-        if name in self.chunks:
-            chunks, rows = self.chunks[name], slice(slot * self.block, (slot + 1) * self.block)
-            for row, items in block.items:
-                place_items(self.arena.bytes, chunks.table[rows], row, items)
-            chunks.keep(slot, [items.buffer for _, items in block.items])
-
-    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the arena's row of each row of the blocks with these tickets."""
-        table = self._first_row  # another thread may replace it with a larger one
-        places: NDArray[np.int64] = table[tickets & (len(table) - 1)]
-        places += rows
-        return places
-
-    def _grow(self, span: int) -> None:
-        table = np.zeros(2 << span.bit_length(), np.int64)
-        for ticket, slot in self._slots.items():
-            table[ticket & (len(table) - 1)] = slot * self.block
-        self._first_row = table
-
-
-class Chunks:
-    """Where the rows of a field are, in all slots, and the memory of their chunks."""
-
-    def __init__(self, arena: Arena, slots: int, block: int) -> None:
-        self._arena, self._block = arena, block
-        self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
-        self.table = arena.array((slots * block, 2), "int64")  # the byte of the arena at which a row begins, its size
-
-    def keep(self, slot: int, memory: Sequence[memoryview]) -> None:
-        """Keep the memory of chunks while the slot has their rows."""
-        self._leases[slot] += memory
-
-    def drop(self, slot: int) -> None:
-        """Free the memory of the chunks of a slot."""
-        self._leases[slot] = []
-
-    def hold(self, places: NDArray[np.int64]) -> list[list[memoryview]]:
-        """Return what keeps the bytes of rows valid after their slots are released."""
-        return [self._leases[slot] for slot in np.unique(places // self._block).tolist()]
-
-    def item_bytes(self, places: NDArray[np.int64]) -> int:
-        """Return the total number of bytes of rows."""
-        return int(self.table[places, 1].sum())
-
-    def items(self, places: NDArray[np.int64]) -> list[memoryview]:
-        """Return the bytes of rows, as views that are valid until their slots are released."""
-        data = self._arena.bytes.data
-        return [data[start : start + size] for start, size in self.table[places].tolist()]
-
-
-def place_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
-    """Write where items begin in `memory`, and their sizes, to a table, from `row` on, which may be negative.
-
-    Items outside of the table are ignored.
-    """
-    low, high = max(row, 0), min(row + len(items), len(table))
-    part = slice(low - row, high - row)
-    start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
-    table[low:high, 0] = items.starts[part] + start
-    table[low:high, 1] = items.stops[part] - items.starts[part]
 
 
 class Buffers:
@@ -240,7 +51,7 @@ class Buffers:
         with self._lock:
             return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
 
-    def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> Column:
+    def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> NDArray[Any]:
         """Return an uninitialized array.
 
         `usual`: the number of such arrays that an ordinary loop holds at once. That many are allocated before one is
@@ -339,8 +150,12 @@ MACHINE_SHARE = 0.8
 KEPT_SHARE = 0.5
 
 
-class Demand(NamedTuple):
-    """The memory that a pass needs; sizes in bytes.
+SUMMED = ("slot_bytes", "item_bytes", "batch_bytes", "resident_bytes", "kept_bytes", "uneven_bytes")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The memory that a pass needs, or that one field adds to it; sizes in bytes.
 
     `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
     which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields. `pieces`:
@@ -352,20 +167,39 @@ class Demand(NamedTuple):
     `uneven_bytes`: sparse rows of a block, all of which may be in one batch.
     """
 
-    slots: int
-    slot_bytes: int
-    batch_bytes: int
-    request_bytes: int
-    blocks: int
+    slots: int = 0
+    slot_bytes: int = 0
+    batch_bytes: int = 0
+    request_bytes: int = 0
+    blocks: int = 0
     item_bytes: int = 0
     resident_bytes: int = 0
     index_bytes: int = 0
     scratch_bytes: int = 0
-    pieces: int = 1
+    pieces: int = 0
     most_threads: int = MAX_THREADS
     fills_batches: bool = False
     kept_bytes: int = 0
     uneven_bytes: int = 0
+
+    @classmethod
+    def of(cls, fields: Sequence[Demand], slots: int, blocks: int, index_bytes: int) -> Demand:
+        """Return the demand of a pass over these fields."""
+        total = {name: sum(getattr(field, name) for field in fields) for name in SUMMED}
+        fills_batches = bool(fields) and all(field.fills_batches for field in fields)
+        if fills_batches:
+            total["batch_bytes"] += total["batch_bytes"] // LIVE_BATCHES  # one more, some of whose rows are slots
+        return cls(
+            slots=slots,
+            blocks=blocks,
+            index_bytes=index_bytes,
+            request_bytes=max((field.request_bytes for field in fields), default=0) or MIB,
+            scratch_bytes=max((field.scratch_bytes for field in fields), default=0),
+            pieces=max(1, sum(field.pieces for field in fields)),
+            most_threads=min((field.most_threads for field in fields), default=MAX_THREADS),
+            fills_batches=fills_batches,
+            **total,
+        )
 
     @property
     def connection_bytes(self) -> int:
@@ -426,6 +260,11 @@ class Budget(NamedTuple):
     keeps: bool = False
 
     @property
+    def shape(self) -> tuple[int, bool, bool]:
+        """What the memory of blocks depends on."""
+        return self.slots, self.fills_batches, self.keeps
+
+    @property
     def usual_bytes(self) -> int:
         """The largest size of a batch that counts as one batch."""
         return self.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
@@ -448,30 +287,6 @@ class Budget(NamedTuple):
                 f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, "
                 "or use a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
             )
-
-
-class Memory(NamedTuple):
-    """The memory of bodies, blocks and batches, its budget, and the counters of the loader that uses it.
-
-    The next pass reuses it, so that its pages have been touched.
-    """
-
-    bodies: Buffers
-    blocks: Blocks
-    buffers: Buffers
-    budget: Budget
-    counters: Counters
-
-    @classmethod
-    def of(cls, layouts: Layouts, block: int, budget: Budget, counters: Counters, arena: Arena) -> Memory:
-        """Return memory for blocks of `block` samples."""
-        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
-        columns_alive = len(layouts) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
-        buffers = Buffers(arena, counters, keep=columns_alive, most=most)
-        lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
-        bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
-        blocks = Blocks(layouts, budget.slots, block, lease, arena=arena, keeps=budget.keeps)
-        return cls(bodies, blocks, buffers, budget, counters)
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,34 +14,45 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
 from streamloader.engine.gather import BoxCopy, Copy, copy_boxes
+from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, Buffers, Demand
+from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import FormatError
 from streamloader.format.codecs import Items
-from streamloader.format.manifest import MAX_CHUNK_BYTES
-from streamloader.order.schedule import BatchPlan
+from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
+from streamloader.options import MIB, Pack
+from streamloader.order.schedule import BatchPlan, Need
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader
 
+if TYPE_CHECKING:
+    from streamloader.images.decode import ImageDecoder
+
 Ints = NDArray[np.int64]
 Lease = Callable[[tuple[int, ...], str], NDArray[Any]]
+BatchRow = tuple["BatchRows", int]  # a row of a batch in the making
+# Requests for chunks of arrays may be large. Fewer in flight take less memory; 16 of 85 MB/s each fill 10 Gbit/s.
+# The size of a compressed chunk is unknown, and counts as decoded.
+IN_FLIGHT_BYTES = 1024 * MIB
+LEAST_THREADS = 16
 
 
 class BlockRegions:
     """The regions of the samples [start, stop), a block, of one column: their memory, without values.
 
-    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `row`: the row of a
-    batch that is its only region, if given; otherwise `memory` has the regions, or allocates them.
+    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `batch`: the batch
+    and the row of it that is the only region, if given; otherwise `memory` has the regions, or allocates them.
     `targets`: what chunks are decoded into. `has_constants`: whether the values that are constant were written.
     """
 
     def __init__(
-        self, reader: RegionReader, start: int, stop: int, memory: Allocate | KeptArrays, row: BatchRow | None = None
+        self, reader: RegionReader, start: int, stop: int, memory: Allocate | KeptArrays, batch: BatchRow | None = None
     ) -> None:
         self.reader = reader
         self.start = start
         self.has_constants = False
         self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
-        self.row = row
+        self.batch = batch
         column, dtype = reader.column, np.dtype(reader.column.dtype)
         shapes = [column.shape(low, high) for low, high in self.bounds]
         if isinstance(memory, KeptArrays):
@@ -49,8 +60,8 @@ class BlockRegions:
             self.arrays = [array for array, _, _ in views]
             self.targets = BlockArrays([run for _, run, _ in views], [bounds for _, _, bounds in views])
             return
-        if row is not None:
-            self.arrays = [row.batch.columns(column)[0][row.number].reshape(shapes[0])]
+        if batch is not None:
+            self.arrays = [batch[0].columns(column)[0][batch[1]].reshape(shapes[0])]
         else:
             self.arrays = [np.frombuffer(memory(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
         self.targets = BlockArrays(self.arrays, self.bounds)
@@ -142,13 +153,6 @@ class BatchRows:
         return self._columns[column.name]
 
 
-class BatchRow(NamedTuple):
-    """A row of a batch in the making."""
-
-    batch: BatchRows
-    number: int
-
-
 class KeptArrays:
     """All elements of a column in chunks that samples read, in memory that is kept for later epochs.
 
@@ -212,32 +216,62 @@ class KeptArrays:
 
 
 class Regions:
-    """The regions of one field in all slots of an arena. `arena`: what is kept for later epochs is in, if anything."""
+    """Arrays that others wrote: the regions of the blocks in all slots, which are windows, patches or sparse rows.
 
-    def __init__(self, slots: int, block: int, arena: Arena | None = None) -> None:
-        self._block = block
+    `shape`: the number of slots, and of samples in each. `pack`: how sparse rows are packed.
+    """
+
+    def __init__(self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | None = None) -> None:
+        self.name, self.field = name, field
+        self._arena, (slots, self._block) = arena, shape
+        self._opening = threading.Lock()
         self._blocks: list[BlockRegions | None] = [None] * slots
-        self._arena = arena
         self._kept: dict[RegionReader, KeptArrays] = {}
         self._claims: dict[int, list[ChunkPlaces]] = {}  # of the incomplete blocks in slots
+        # where sparse rows are
+        self.rows = None if field.fixed else Chunks(name, field, arena, shape, pack)
 
-    def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
+    @staticmethod
+    def demand(readers: Sequence[RegionReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+        """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
+        regions = max(reader.most_bytes(need.block) for reader in readers)
+        request = max(reader.request_bytes for reader in readers)
+        return Demand(
+            slot_bytes=regions,
+            item_bytes=regions,
+            uneven_bytes=0 if readers[0].layout.field.fixed else regions,
+            kept_bytes=sum(reader.all_bytes for reader in readers),
+            batch_bytes=int(need.rows * max(reader.sample_bytes for reader in readers)),
+            request_bytes=request,
+            scratch_bytes=max(reader.scratch_bytes for reader in readers),
+            pieces=min(reader.pieces(need.block) for reader in readers),
+            most_threads=max(LEAST_THREADS, min(MAX_THREADS, IN_FLIGHT_BYTES // request)),
+            fills_batches=need.block == 1 and all(reader.fills_rows for reader in readers),
+        )
+
+    def open(self, slot: int, make: Callable[[], BlockRegions]) -> tuple[BlockRegions, bool]:
         """Return the regions of a slot, which the first caller makes, and whether this one writes their constants."""
-        with lock:
+        with self._opening:
             block = self._blocks[slot]
             if block is None:
                 block = self._blocks[slot] = make()
             first, block.has_constants = not block.has_constants, True
             return block, first
 
-    def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> tuple[BlockRegions, bool]:
-        """Open the regions of a block in memory that is kept; return them, and whether something is missing there."""
-        assert self._arena is not None
+    def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> bool:
+        """Open the regions of a block in memory that is kept; return whether something is missing there."""
         if reader not in self._kept:
             self._kept[reader] = KeptArrays(reader, self._arena, self._block)
         block, self._claims[slot] = self._kept[reader].open(start, stop)
         self._blocks[slot] = block
-        return block, bool(self._claims[slot]) or (reader.has_constants and not block.has_constants)
+        self.place_rows(slot, block)
+        return bool(self._claims[slot]) or (reader.has_constants and not block.has_constants)
+
+    def place_rows(self, slot: int, block: BlockRegions) -> None:
+        """Store where the sparse rows of a block are, if the field has any."""
+        if self.rows is not None:
+            for row, items in block.items:
+                self.rows.place(slot, row, items)
 
     def claims(self, slot: int) -> list[ChunkPlaces]:
         """Return the chunks to read for the block in a slot."""
@@ -252,22 +286,26 @@ class Regions:
         block, self._blocks[slot] = self._blocks[slot], None
         if (claims := self._claims.pop(slot, None)) and block is not None:
             self._kept[block.reader].give_back(claims)
+        if self.rows is not None:
+            self.rows.drop(slot)
 
-    def gather(
-        self, places: Ints, lease: Lease, key: tuple[int, int], memory: NDArray[np.uint8]
-    ) -> tuple[dict[str, NDArray[Any]], list[Copy | BoxCopy]]:
-        """Return the columns of a batch, whose rows are at `places` of all slots, and what must be copied to them.
+    def variable_bytes(self, places: Ints) -> int:
+        """Return the total number of bytes of sparse rows, 0 for other columns."""
+        return 0 if self.rows is None else self.rows.variable_bytes(places)
 
-        `key`: (seed, epoch). `memory`: what the regions are in.
-        """
+    def gather(self, places: Ints, plan: BatchPlan, buffers: Buffers, seed: int) -> Gathered:
+        """Return the columns of a batch, and what must be copied to them: the samples at `places`."""
+        if self.rows is not None:
+            return self.rows.gather(places, plan, buffers)
+        lease, key = partial(buffers.lease, usual=LIVE_BATCHES), (seed, plan.epoch)
         slots, rows = np.divmod(places, self._block)
         used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
         column = blocks[0].reader.column
-        filled = [block.row for block in blocks if block.row is not None and block.row.batch.count == len(places)]
-        outs = filled[0].batch.columns(column) if filled else _lease_outputs(column, len(places), lease)
+        filled = [block.batch for block in blocks if block.batch is not None and block.batch[0].count == len(places)]
+        outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(places), lease)
         missing, copies = np.ones(len(places), np.bool_), list[Copy | BoxCopy]()
-        missing[[row.number for row in filled]] = False
+        missing[[row for _, row in filled]] = False
         readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
         for reader in readers:
             mine = np.array([block.reader is reader for block in blocks])
@@ -275,7 +313,7 @@ class Regions:
             local = (np.cumsum(mine) - 1)[number[of_reader]]
             chosen = [block for block in blocks if block.reader is reader]
             region, at = _locate(chosen, local, rows[of_reader], key)
-            copies += _copies(chosen, (region, at), (outs, of_reader), memory)
+            copies += _copies(chosen, (region, at), (outs, of_reader), self._arena.bytes)
         return {output.name: out for output, out in zip(column.outputs, outs, strict=True)}, copies
 
 

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.blocks import Memory, Residence
 from streamloader.engine.executor import Callback, Calls, Executor, Job, OnError, Threads, Workers
-from streamloader.engine.gather import BoxCopy, Copy, copy_all, flat, part_of
-from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
+from streamloader.engine.gather import BoxCopy, Copy, copy_all, part_of
+from streamloader.engine.memory import LIVE_BATCHES
+from streamloader.engine.residence import Chunks, PackedSteps, Rows
 from streamloader.engine.transform import (
     HeldTransform,
     Ragged,
@@ -37,13 +39,10 @@ from streamloader.engine.transform import (
     transform_samples,
 )
 from streamloader.errors import EngineError, StreamloaderError, wrapped
-from streamloader.format.manifest import Field, FieldLayout
-from streamloader.format.values import from_bytes
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import MIB, Pack
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
-from streamloader.zarr.columns import ARRAYS
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
@@ -85,12 +84,6 @@ class Batch:
         self.error = None
 
 
-class PackedSteps(NamedTuple):
-    """The packed column of each step of a plan of several steps: a row of values holds samples of one step only."""
-
-    columns: list[Ragged]
-
-
 def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
     """Yield the plan and the columns of each step of a finished batch. Arrays are views."""
     plan = batch.plan
@@ -112,62 +105,6 @@ def _of_rows(column: Any, first: int, stop: int) -> Any:
         return column[first:stop]
     edges = column.offsets[first : stop + 1]
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
-
-
-class Rows(NamedTuple):
-    """Where variable-length rows are: row i is `memory[starts[i] : starts[i] + sizes[i]]`."""
-
-    memory: NDArray[np.uint8]
-    starts: Ints
-    sizes: Ints
-
-    def edges(self) -> Ints:
-        """Return the byte at which each row begins once they are concatenated, and the end."""
-        edges = np.zeros(len(self.starts) + 1, np.int64)
-        np.cumsum(self.sizes, out=edges[1:])
-        return edges
-
-    def items(self) -> list[memoryview]:
-        """Return the bytes of each row."""
-        stops = (self.starts + self.sizes).tolist()
-        return [self.memory.data[start:stop] for start, stop in zip(self.starts.tolist(), stops, strict=True)]
-
-
-def variable_column(
-    field: tuple[str, Field], rows: Rows, plan: BatchPlan, buffers: Buffers, pack: Pack | None = None
-) -> tuple[Any, list[Copy]]:
-    """Return the column of a variable-length field, given with its name, and what must be copied to it.
-
-    The column is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises `DecodeError`, which names the
-    sample, for bytes that are invalid for the field.
-    """
-    name, kind = field
-    try:
-        if kind.kind == "bytes":
-            return [bytes(item) for item in rows.items()], []
-        if kind.kind == "text":
-            return [str(item, "utf-8") for item in rows.items()], []
-        edges = rows.edges()
-        if np.any(edges % kind.item_bytes):
-            raise ValueError("a sample ends within a row")
-    except ValueError:
-        for item, sample in zip(rows.items(), plan.samples.tolist(), strict=True):
-            from_bytes(name, kind, item, sample)  # raises for the invalid item
-        raise
-    columns, copies = [], []
-    step_rows = max(1, len(rows.starts) if pack is None else plan.step_rows)
-    for first in range(0, max(1, len(rows.starts)), step_rows):  # a row of packed values has samples of one step only
-        part = edges[first : first + step_rows + 1] - edges[first]
-        offsets = part // kind.item_bytes
-        count = int(offsets[-1])
-        shape = (count, *kind.shape) if pack is None else (-(-count // pack.length), pack.length)
-        values = buffers.lease(shape, kind.dtype)
-        if pack is not None:
-            values.reshape(-1)[count:] = pack.pad
-        columns.append(Ragged(values, offsets))
-        steps = slice(first, first + step_rows)
-        copies.append(Copy(flat(values), rows.memory, rows.starts[steps], rows.sizes[steps], part[:-1]))
-    return columns[0] if len(columns) == 1 else PackedSteps(columns), copies
 
 
 class Images(NamedTuple):
@@ -241,14 +178,13 @@ class LoaderConfig:
 class StageOptions(NamedTuple):
     """The options of `Stages` for one pass. A batch has the columns `names`, in this order.
 
-    `streamed` fields come from the arena; `resident` fields are complete arrays in memory. `batched`: samples form
-    batches. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
+    `resident` fields are complete arrays in memory; others are in blocks. `batched`: samples form batches. `seed` keys
+    the random numbers of the transform, with the plan's epoch and positions.
     """
 
     config: LoaderConfig
     names: tuple[str, ...]
-    streamed: Mapping[str, FieldLayout]
-    resident: Mapping[str, NDArray[Any]]
+    resident: Mapping[str, Rows]
     batched: bool
     transform: weakref.ref[HeldTransform] | None
     seed: int
@@ -279,10 +215,10 @@ class Stages:
         self._buffers = memory.buffers
         self._counters = memory.counters
         self._threads = executor.workers or memory.budget.cores
-        self._variable = [
-            name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
-        ]
-        self._ragged = [name for name, of in options.streamed.items() if of.field.kind == "ragged"]
+        fields, decoders = memory.blocks.residences.values(), options.config.decoders
+        self._gathered = [field for field in fields if field.name not in decoders]
+        self._encoded = {field.name: field for field in fields if isinstance(field, Chunks) and field.name in decoders}
+        self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
         self.decodes = bool(options.config.decoders)
         self.more_batches = MORE_BATCHES if executor.workers else 0
         self._decoders = {name: executor.share(decoder) for name, decoder in options.config.decoders.items()}
@@ -309,9 +245,9 @@ class Stages:
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
         places = self._blocks.locate(plan.tickets, plan.rows)
-        size, scratch = sum(self._blocks.chunks[name].item_bytes(places) for name in self._variable), 0
+        size, scratch = sum(residence.variable_bytes(places) for residence in self._gathered), 0
         for name, decoder in self._config.decoders.items():
-            items = self._blocks.chunks[name].items(places)
+            items = self._encoded[name].items(places)
             unsized = decoder.options.size is None
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
@@ -327,18 +263,17 @@ class Stages:
         Without workers its rows are gathered now. Each job ends in `Batch.finished` or in `Batch.fail`.
         """
         plan = batch.plan
-        count = len(plan.samples)
         batch.columns = dict.fromkeys(self._options.names)
         copies: list[Copy | BoxCopy] = []
         name = ""
         try:
-            places = self._blocks.locate(plan.tickets, plan.rows) if self._options.streamed else plan.rows
-            for name, layout in self._options.streamed.items():
-                copies += self._column(batch, name, layout, places)
-            for name, values in self._options.resident.items():
-                out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
-                batch.columns[name] = out
-                copies.append(Copy(out, values, plan.samples))
+            places = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
+            fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._options.resident.values()]
+            for residence, at in fields + [(residence, places) for residence in self._gathered]:
+                name = residence.name
+                columns, found = residence.gather(at, plan, self._buffers, self._options.seed)
+                batch.columns |= columns
+                copies += found
             self._copy(batch, copies, places)
         except StreamloaderError:
             raise
@@ -355,30 +290,6 @@ class Stages:
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for each kind of work; return whether all has ended."""
         return all(jobs.join(seconds) for jobs in (self._copying, self._decoding, self._here))
-
-    def _column(self, batch: Batch, name: str, layout: FieldLayout, places: Ints) -> list[Copy | BoxCopy]:
-        """Put the column of a field into the batch, and return what must be copied to it; nothing for images."""
-        plan, field = batch.plan, layout.field
-        if name in self._config.decoders:
-            return []
-        lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
-        if layout.codec == ARRAYS and field.fixed:
-            key = self._options.seed, plan.epoch
-            columns, boxes = self._blocks.regions[name].gather(places, lease, key, self._blocks.arena.bytes)
-            batch.columns |= columns
-            return boxes
-        rows = self._blocks.fixed.get(name)
-        if rows is not None:
-            batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
-            return [Copy(out, rows, places)]
-        chunks, memory = self._blocks.chunks[name], self._blocks.arena.bytes
-        located = Rows(memory, *chunks.table[places].T.copy())
-        if field.fixed:
-            batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
-            return [Copy(flat(out), memory, located.starts, located.sizes, located.edges()[:-1])]
-        pack = self._config.packs.get(name)
-        batch.columns[name], rows_to_copy = variable_column((name, field), located, plan, self._buffers, pack)
-        return [*rows_to_copy]
 
     def _copy(self, batch: Batch, copies: Sequence[Copy | BoxCopy], places: Ints) -> None:
         """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
@@ -410,7 +321,7 @@ class Stages:
 
     def _images(self, batch: Batch, name: str, places: Ints, crops: Ints) -> dict[str, Images]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
-        plan, decoder, chunks = batch.plan, self._config.decoders[name], self._blocks.chunks[name]
+        plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
         out: NDArray[Any] | None = None
         if self._options.stack_images or decoder.options.size is not None:
             shape = decoder.shape(chunks.items(places[:1])[0], int(plan.samples[0]))

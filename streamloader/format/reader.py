@@ -140,6 +140,12 @@ class FieldReader:
         """The most bytes of the chunk table that are cached."""
         return self.table.kept_bytes
 
+    @property
+    def sample_bytes(self) -> float:
+        """The bytes of a sample, of a variable size the mean."""
+        layout = self.layout
+        return float(layout.field.item_bytes) if layout.field.fixed else layout.nbytes / max(1, self.num_samples)
+
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
 

@@ -230,6 +230,11 @@ class RegionReader:
         }
 
     @property
+    def sample_bytes(self) -> float:
+        """The bytes of a sample, of sparse rows the mean."""
+        return float(self.column.sample_bytes)
+
+    @property
     def has_constants(self) -> bool:
         """Whether some values are repeated for every sample, instead of read for each block."""
         return any(member.constant is not None for member in self.column.members)

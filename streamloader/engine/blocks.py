@@ -1,0 +1,186 @@
+"""The blocks of a pass in memory: slots, each with the samples of a block, and the residences of their fields."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.arena import Arena
+from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget, Buffers
+from streamloader.engine.regions import BatchRow, BatchRows, BlockRegions, Lease, Regions
+from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
+from streamloader.format.reader import FieldReader
+from streamloader.options import Pack
+from streamloader.order.schedule import BatchPlan, BlockRef
+from streamloader.stats import Counters
+from streamloader.zarr.columns import ChunkPlaces, RegionReader
+
+NO_SLOT = -1
+NO_PACKS: Mapping[str, Pack] = {}
+Residence = Rows | Chunks | Regions
+
+
+def residence_of(reader: FieldReader | RegionReader) -> type[Rows | Chunks | Regions]:
+    """Return the kind of residence of the field that a reader reads."""
+    if isinstance(reader, RegionReader):
+        return Regions
+    field = reader.layout.field
+    return Rows if field.fixed and field.item_bytes < LARGE_ROW else Chunks
+
+
+class Blocks:
+    """`slots` blocks of `block` samples, whose fields are in `residences`.
+
+    If blocks fill rows of batches, `lease` makes these. `keeps`: all chunks of arrays are kept for later epochs.
+    """
+
+    def __init__(
+        self,
+        residences: Mapping[str, Residence],
+        slots: int,
+        block: int,
+        lease: Lease | None = None,
+        *,
+        arena: Arena,
+        keeps: bool = False,
+    ) -> None:
+        self.arena, self.residences, self.block = arena, residences, block
+        self.regions = {name: each for name, each in residences.items() if isinstance(each, Regions)}
+        self.keeps, self.fills_batches = keeps, lease is not None
+        self._lease = lease
+        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
+        self._count = slots
+        self._free = list(range(slots))
+        self._slots: dict[int, int] = {}  # by ticket
+        self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Release every slot. The threads of the pass that held them must have ended."""
+        for ticket in list(self._slots):
+            self.release(ticket)
+        self._batch_rows.clear()
+
+    @property
+    def free(self) -> int:
+        """The number of slots that can be reserved."""
+        return self._count - len(self._slots)
+
+    def expect(self, plan: BatchPlan) -> None:
+        """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
+        if self._lease is not None:
+            batch = BatchRows(plan, self._lease)
+            self._batch_rows |= {ticket: (batch, row) for ticket, row in batch.rows.items()}
+
+    def reserve(self, ticket: int) -> None:
+        """Reserve a slot for `ticket`; `claim` assigns one when the first bytes arrive."""
+        with self._lock:
+            oldest = next(iter(self._slots), ticket)
+            self._slots[ticket] = NO_SLOT
+            if ticket - oldest >= len(self._first_row):
+                self._grow(ticket - oldest)
+
+    def claim(self, ticket: int) -> int:
+        """Return the slot of a ticket, or `NO_SLOT` if it has been released. Thread-safe."""
+        with self._lock:
+            slot = self._slots.get(ticket)
+            if slot is None:
+                return NO_SLOT
+            if slot == NO_SLOT:
+                slot = self._free.pop()  # the one released last: its pages have been touched
+                self._slots[ticket] = slot
+                self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
+            return slot
+
+    def complete(self, ticket: int) -> None:
+        """Keep what was read for a block that has been loaded, if `keeps`."""
+        for regions in self.regions.values() if self.keeps else ():
+            regions.complete(self.claim(ticket))
+
+    def release(self, ticket: int) -> None:
+        """Free the ticket's slot; items that a batch still holds stay valid."""
+        with self._lock:
+            self._batch_rows.pop(ticket, None)
+            slot = self._slots.pop(ticket)
+            if slot != NO_SLOT:
+                for residence in self.residences.values():
+                    residence.drop(slot)
+                self._free.append(slot)
+
+    def open_regions(
+        self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
+    ) -> tuple[BlockRegions, bool]:
+        """Return the regions of a field in the slot of a ticket, and whether this call made them."""
+        return self.regions[name].open(slot, partial(make, self._batch_rows.get(ticket)))
+
+    def open_kept(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
+        """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
+        slot = self.claim(ref.ticket)
+        regions = self.regions.items()
+        return [name for name, each in regions if each.open_kept(slot, readers[name], ref.start, ref.stop)]
+
+    def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
+        """Return the chunks of a field to read for a block, None for all that it needs."""
+        slot = self.claim(ticket) if self.keeps else NO_SLOT
+        return None if slot == NO_SLOT else self.regions[name].claims(slot)
+
+    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the arena's row of each row of the blocks with these tickets."""
+        table = self._first_row  # another thread may replace it with a larger one
+        places: NDArray[np.int64] = table[tickets & (len(table) - 1)]
+        places += rows
+        return places
+
+    def _grow(self, span: int) -> None:
+        table = np.zeros(2 << span.bit_length(), np.int64)
+        for ticket, slot in self._slots.items():
+            table[ticket & (len(table) - 1)] = slot * self.block
+        self._first_row = table
+
+
+class Memory(NamedTuple):
+    """The memory of bodies, blocks and batches, its budget, and the counters of the loader that uses it.
+
+    The next pass reuses it, so that its pages have been touched.
+    """
+
+    bodies: Buffers
+    blocks: Blocks
+    buffers: Buffers
+    budget: Budget
+    counters: Counters
+
+    @classmethod
+    def of(
+        cls,
+        readers: Mapping[str, FieldReader | RegionReader],
+        block: int,
+        budget: Budget,
+        counters: Counters,
+        arena: Arena,
+        *,
+        packs: Mapping[str, Pack] = NO_PACKS,
+    ) -> Memory:
+        """Return memory for blocks of `block` samples of the fields of these readers, some of which are packed."""
+        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
+        columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
+        buffers = Buffers(arena, counters, keep=columns_alive, most=most)
+        lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
+        bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
+        residences: dict[str, Residence] = {
+            name: residence_of(reader)(name, reader.layout.field, arena, (budget.slots, block), packs.get(name))
+            for name, reader in readers.items()
+        }
+        blocks = Blocks(residences, budget.slots, block, lease, arena=arena, keeps=budget.keeps)
+        return cls(bodies, blocks, buffers, budget, counters)
+
+    def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:
+        """Return whether it has the fields, the blocks and the slots that a pass with this budget needs."""
+        has = (*self.blocks.residences,), self.blocks.block, *self.budget.shape
+        return has == ((*names,), block, *budget.shape)

@@ -1,0 +1,229 @@
+"""The *residence* of a field: where its samples are, in all slots of blocks, until they are gathered.
+
+Small rows are in slots (`Rows`), large ones and those of variable size in the chunks that have them (`Chunks`), and
+those of arrays in regions (`Regions` of `regions.py`). A residence
+
+- states what a pass needs for its field (`demand`),
+- `drop`s the samples of a slot,
+- `gather`s the columns of a batch: it returns them, and what must be copied to them,
+- knows the bytes of samples of variable size (`variable_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.arena import Arena, address
+from streamloader.engine.gather import BoxCopy, Copy, flat
+from streamloader.engine.memory import LIVE_BATCHES, Buffers, Demand
+from streamloader.engine.transform import Ragged
+from streamloader.format.codecs import Items, scratch_bytes
+from streamloader.format.manifest import Field
+from streamloader.format.reader import MAX_REQUEST, FieldReader
+from streamloader.format.values import from_bytes
+from streamloader.options import Pack
+from streamloader.order.schedule import BatchPlan, Ints, Need
+
+if TYPE_CHECKING:
+    from streamloader.images.decode import ImageDecoder
+
+# What `gather` returns: the columns by name, and what must be copied to them.
+Gathered = tuple[Mapping[str, Any], Sequence[Copy | BoxCopy]]
+# Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
+# would take as long as gathering them, and finding smaller rows takes longer than copying them.
+LARGE_ROW = 1 << 14
+# A slot stores the address and the size of each item.
+ITEM_BYTES = 2 * 8
+# The ratio of decoded to encoded size of a photograph: a JPEG of usual quality has 2 to 3 bits per pixel.
+IMAGE_EXPANSION = 10
+
+
+class Rows:
+    """Small rows of a fixed size: an array with those of all slots, or all samples of a resident field, in one slot."""
+
+    def __init__(
+        self, name: str, field: Field, arena: Arena, shape: tuple[int, int], _pack: Pack | None = None
+    ) -> None:
+        self.name, self.field = name, field
+        self.values = arena.array((prod(shape), *field.shape), field.dtype)
+
+    @staticmethod
+    def demand(readers: Sequence[FieldReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+        """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
+        mean = max(reader.sample_bytes for reader in readers)
+        requests = _request_demand(readers, need, mean)
+        return replace(requests, slot_bytes=need.block * int(mean), batch_bytes=int(need.rows * mean))
+
+    @staticmethod
+    def resident_demand(readers: Sequence[FieldReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+        """Return the memory that a pass needs for the field if all of its samples are in memory."""
+        mean, samples = max(reader.sample_bytes for reader in readers), sum(reader.num_samples for reader in readers)
+        return Demand(resident_bytes=samples * int(mean), batch_bytes=int(need.rows * mean))
+
+    def drop(self, slot: int) -> None:
+        """Do nothing: the rows of a slot are overwritten."""
+
+    def variable_bytes(self, _places: Ints) -> int:
+        """Return 0."""
+        return 0
+
+    def gather(self, places: Ints, _plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
+        """Return the column of a batch, and the copy of the rows at `places`."""
+        out = buffers.lease((len(places), *self.field.shape), self.field.dtype, LIVE_BATCHES)
+        return {self.name: out}, [Copy(out, self.values, places)]
+
+
+class Chunks:
+    """Large rows, and rows of variable size: where they are in the arena, and the memory of their chunks.
+
+    `shape`: the number of slots, and of rows in each. `pack`: how rows are packed.
+    """
+
+    def __init__(self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | None = None) -> None:
+        self.name, self.field = name, field
+        self._arena, (slots, self.block), self._pack = arena, shape, pack
+        self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
+        self.table = arena.array(
+            (slots * self.block, 2), "int64"
+        )  # the byte of the arena where each row begins, its size
+
+    @staticmethod
+    def demand(readers: Sequence[FieldReader], need: Need, decoder: ImageDecoder | None = None) -> Demand:
+        """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
+        mean = max(reader.sample_bytes for reader in readers)
+        items, finished = int(need.block * mean), mean if decoder is None else _image_bytes(decoder, mean)
+        requests, slot = _request_demand(readers, need, mean), items + need.block * ITEM_BYTES
+        return replace(requests, slot_bytes=slot, item_bytes=items, batch_bytes=int(need.rows * finished))
+
+    def keep(self, slot: int, memory: Sequence[memoryview]) -> None:
+        """Keep the memory of chunks while the slot has their rows."""
+        self._leases[slot] += memory
+
+    def place(self, slot: int, row: int, items: Items) -> None:
+        """Put items of the arena into a slot, from `row` on."""
+        place_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
+        self.keep(slot, [items.buffer])
+
+    def drop(self, slot: int) -> None:
+        """Free the memory of the chunks of a slot; rows that a batch holds stay valid."""
+        self._leases[slot] = []
+
+    def hold(self, places: Ints) -> list[list[memoryview]]:
+        """Return what keeps the bytes of rows valid after their slots are released."""
+        return [self._leases[slot] for slot in np.unique(places // self.block).tolist()]
+
+    def variable_bytes(self, places: Ints) -> int:
+        """Return the total number of bytes of rows of variable size."""
+        return 0 if self.field.fixed else int(self.table[places, 1].sum())
+
+    def items(self, places: Ints) -> list[memoryview]:
+        """Return the bytes of rows, as views that are valid until their slots are released."""
+        data = self._arena.bytes.data
+        return [data[start : start + size] for start, size in self.table[places].tolist()]
+
+    def gather(self, places: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
+        """Return the column of a batch, and what must be copied to it: the rows at `places`.
+
+        Raises `DecodeError`, which names the sample, for bytes that are invalid for the field.
+        """
+        rows = Spans(self._arena.bytes, *self.table[places].T.copy())
+        if not self.field.fixed:
+            column, copies = variable_column((self.name, self.field), rows, plan, buffers, self._pack)
+            return {self.name: column}, copies
+        out = buffers.lease((len(places), *self.field.shape), self.field.dtype, LIVE_BATCHES)
+        return {self.name: out}, [Copy(flat(out), rows.memory, rows.starts, rows.sizes, rows.edges()[:-1])]
+
+
+def _request_demand(readers: Sequence[FieldReader], need: Need, mean: float) -> Demand:
+    """Return the demand of the requests and decoders of a field whose samples have `mean` bytes."""
+    chunks = [int(reader.layout.chunk * mean) for reader in readers]
+    scratch = max(scratch_bytes(reader.layout, size) for reader, size in zip(readers, chunks, strict=True))
+    return Demand(request_bytes=max(*chunks, int(min(MAX_REQUEST, need.block * mean))), scratch_bytes=scratch)
+
+
+def _image_bytes(decoder: ImageDecoder, encoded: float) -> float:
+    """Return the estimated bytes of a decoded image that has `encoded` bytes."""
+    itemsize = np.dtype(decoder.dtype).itemsize
+    if decoder.options.size is None:
+        return encoded * IMAGE_EXPANSION * itemsize
+    return float(prod(decoder.options.size) * decoder.options.channels * itemsize)
+
+
+def place_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
+    """Write where items begin in `memory`, and their sizes, to a table, from `row` on, which may be negative.
+
+    Items outside of the table are ignored.
+    """
+    low, high = max(row, 0), min(row + len(items), len(table))
+    part = slice(low - row, high - row)
+    start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
+    table[low:high, 0] = items.starts[part] + start
+    table[low:high, 1] = items.stops[part] - items.starts[part]
+
+
+class Spans(NamedTuple):
+    """Where variable-length rows are: row i is `memory[starts[i] : starts[i] + sizes[i]]`."""
+
+    memory: NDArray[np.uint8]
+    starts: Ints
+    sizes: Ints
+
+    def edges(self) -> Ints:
+        """Return the byte at which each row begins once they are concatenated, and the end."""
+        edges = np.zeros(len(self.starts) + 1, np.int64)
+        np.cumsum(self.sizes, out=edges[1:])
+        return edges
+
+    def items(self) -> list[memoryview]:
+        """Return the bytes of each row."""
+        stops = (self.starts + self.sizes).tolist()
+        return [self.memory.data[start:stop] for start, stop in zip(self.starts.tolist(), stops, strict=True)]
+
+
+def variable_column(
+    field: tuple[str, Field], rows: Spans, plan: BatchPlan, buffers: Buffers, pack: Pack | None = None
+) -> tuple[Any, list[Copy]]:
+    """Return the column of a variable-length field, given with its name, and what must be copied to it.
+
+    The column is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises `DecodeError`, which names the
+    sample, for bytes that are invalid for the field.
+    """
+    name, kind = field
+    try:
+        if kind.kind == "bytes":
+            return [bytes(item) for item in rows.items()], []
+        if kind.kind == "text":
+            return [str(item, "utf-8") for item in rows.items()], []
+        edges = rows.edges()
+        if np.any(edges % kind.item_bytes):
+            raise ValueError("a sample ends within a row")
+    except ValueError:
+        for item, sample in zip(rows.items(), plan.samples.tolist(), strict=True):
+            from_bytes(name, kind, item, sample)  # raises for the invalid item
+        raise
+    columns, copies = [], []
+    step_rows = max(1, len(rows.starts) if pack is None else plan.step_rows)
+    for first in range(0, max(1, len(rows.starts)), step_rows):  # a row of packed values has samples of one step only
+        part = edges[first : first + step_rows + 1] - edges[first]
+        offsets = part // kind.item_bytes
+        count = int(offsets[-1])
+        shape = (count, *kind.shape) if pack is None else (-(-count // pack.length), pack.length)
+        values = buffers.lease(shape, kind.dtype)
+        if pack is not None:
+            values.reshape(-1)[count:] = pack.pad
+        columns.append(Ragged(values, offsets))
+        steps = slice(first, first + step_rows)
+        copies.append(Copy(flat(values), rows.memory, rows.starts[steps], rows.sizes[steps], part[:-1]))
+    return columns[0] if len(columns) == 1 else PackedSteps(columns), copies
+
+
+class PackedSteps(NamedTuple):
+    """The packed column of each step of a plan of several steps: a row of values holds samples of one step only."""
+
+    columns: list[Ragged]
