@@ -140,7 +140,7 @@ class MixedRun(RuleBasedStateMachine):
         for plans in zip(*(islice(share.plans(position), steps) for share in shares), strict=True):
             self.delivered.update(i for plan in plans for i in plan.samples[plan.valid].tolist())
             if self.cursor.batches == "homogeneous":
-                firsts = [stream.base for stream in shares[0].mix.streams]
+                firsts = list(shares[0].mix.firsts)
                 rows = np.concatenate([plan.samples for plan in plans])
                 assert len(set(np.searchsorted(firsts, rows, side="right"))) == 1
             self.cursor = self.cursor.advance(1, shares[0])
@@ -175,8 +175,8 @@ class MixedRun(RuleBasedStateMachine):
         mix = self.cursor.mix()
         at = mix.bounds(self.cursor.epoch)[0] + self.cursor.position
         expected: Counter[int] = Counter()
-        for stream, places in zip(mix.streams, mix.source_order.places(at).tolist(), strict=True):
-            expected.update(stream.samples(np.arange(places)).tolist())
+        for source, count in enumerate(mix.counts(at).tolist()):
+            expected.update(mix.samples(source, np.arange(count)).tolist())
         assert self.delivered == expected
 
 

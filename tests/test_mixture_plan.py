@@ -14,7 +14,7 @@ from test_schedule import Engine, spans
 
 from streamloader.errors import MixtureError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.mixture import MAX_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
+from streamloader.order.mixture import MAX_PARTS, Mix, MixShare, Phase, whole_weights
 from streamloader.order.schedule import World
 from streamloader.order.state import RunState, SourceIdentity
 
@@ -83,8 +83,8 @@ def test_every_beginning_and_so_every_window_has_exact_shares(weights):
 
 
 @st.composite
-def source_orders(draw: st.DrawFn, sources: int) -> SourceOrder:
-    unit, start, phases = draw(st.sampled_from((1, 2, 4))), 0, []
+def phases_of(draw: st.DrawFn, sources: int) -> tuple[Phase, ...]:
+    unit, start, phases = draw(st.sampled_from((1, 2, 4))), 0, list[Phase]()
     for _ in range(draw(st.integers(1, 3))):
         weights = tuple(draw(st.lists(st.integers(0, 4), min_size=sources, max_size=sources).filter(any)))
         phases.append(Phase.of_all(start, unit, weights))
@@ -92,24 +92,25 @@ def source_orders(draw: st.DrawFn, sources: int) -> SourceOrder:
     last = phases[-1]
     if not all(last.weights):
         phases[-1] = replace(last, weights=tuple(max(1, weight) for weight in last.weights))
-    return SourceOrder(tuple(phases), sources)
+    return tuple(phases)
 
 
-@given(st.integers(1, 4).flatmap(source_orders), st.data())
-def test_an_order_of_sources_can_be_entered_anywhere(source_order, data):
-    unit = source_order.phases[0].unit
+@given(st.integers(1, 4).flatmap(phases_of), st.data())
+def test_an_order_of_sources_can_be_entered_anywhere(phases, data):
+    unit, count = phases[0].unit, len(phases[0].weights)
+    mix = Mix((EpochOrder(10, OrderParams(1, 1, 2), 0, 0),) * count, (1,) * count, phases, "first")
     stop = unit * data.draw(st.integers(1, 150))
-    source, place, position, size = source_order.turns(0, stop)
+    source, place, position, size = mix.turns(0, stop)
     assert position.tolist() == list(range(0, stop, unit))
     assert set(size.tolist()) == {unit}
-    given_ = [0] * len(source_order.phases[0].weights)
+    given_ = [0] * count
     for number, at, begin in zip(source.tolist(), place.tolist(), position.tolist(), strict=True):
-        assert source_order.places(begin).tolist() == given_
+        assert mix.counts(begin).tolist() == given_
         assert at == given_[number]
         given_[number] += unit
-        assert source_order.end_of(number, given_[number]) == begin + unit
+        assert mix.end_of(number, given_[number]) == begin + unit
     start = unit * data.draw(st.integers(0, stop // unit))
-    later = source_order.turns(start, stop)
+    later = mix.turns(start, stop)
     assert [part.tolist() for part in later] == [
         part[start // unit :].tolist() for part in (source, place, position, size)
     ]
@@ -117,23 +118,23 @@ def test_an_order_of_sources_can_be_entered_anywhere(source_order, data):
 
 @st.composite
 def mixes(draw: st.DrawFn) -> Mix:
-    count, base, streams = draw(st.integers(1, 3)), 0, []
+    count, orders, units = draw(st.integers(1, 3)), [], []
     seed = draw(st.integers(0, 2**64 - 1))
     for _ in range(count):
         block = draw(st.sampled_from((1, 2, 5, 8)))
         params = OrderParams(block, draw(st.sampled_from((1, 2, 4, 8))), block * draw(st.integers(2, 4)))
         num_samples = draw(st.integers(1, 40) | st.integers(40, 300))
         order = EpochOrder(num_samples, params, seed, 0, draw(st.booleans()))
-        streams.append(Stream(order, base, draw(st.sampled_from((1, 3, 8)))))
-        base += num_samples
-    return Mix(tuple(streams), draw(source_orders(count)), draw(st.sampled_from(("first", "last"))))
+        orders.append(order)
+        units.append(draw(st.sampled_from((1, 3, 8))))
+    return Mix(tuple(orders), tuple(units), draw(phases_of(count)), draw(st.sampled_from(("first", "last"))))
 
 
 @st.composite
 def shares(draw: st.DrawFn) -> tuple[MixShare, int]:
     """One rank's part of an epoch, and the step where it starts."""
     mix = draw(mixes())
-    unit = mix.source_order.phases[0].unit
+    unit = mix.phases[0].unit
     size = draw(st.integers(1, 4))
     batch = unit * draw(st.sampled_from((1, 2, 5, 9)))
     world = World(draw(st.integers(0, size - 1)), size)
@@ -146,18 +147,18 @@ def naive(mix: Mix, start: int, stop: int) -> Iterator[int]:
 
     @cache
     def samples(source: int, epoch: int) -> list[int]:
-        stream = mix.streams[source]
-        return [i + stream.base for i in stream.order(epoch).samples_at(0, stream.num_samples).tolist()]
+        order = replace(mix.orders[source], epoch=epoch)
+        return [i + mix.firsts[source] for i in order.samples_at(0, order.num_samples).tolist()]
 
-    for source, place, _, size in zip(*(part.tolist() for part in mix.source_order.turns(0, stop)), strict=True):
+    for source, place, _, size in zip(*(part.tolist() for part in mix.turns(0, stop)), strict=True):
         for at in range(place, place + size):
-            epoch, position = divmod(at, mix.streams[source].num_samples)
+            epoch, position = divmod(at, mix.orders[source].num_samples)
             yield samples(source, epoch)[position]
 
 
 def undivided(order: EpochOrder, fetch: int, turn: int, batch: int, size: int) -> tuple[MixShare, int]:
     """One source whose one lane `size` ranks do not divide."""
-    mix = Mix((Stream(order, 0, fetch),), SourceOrder((Phase.of_all(0, turn, (1,)),), 1), "first")
+    mix = Mix((order,), (fetch,), (Phase.of_all(0, turn, (1,)),), "first")
     return MixShare(mix, 0, batch, World(0, size), "pad"), 0
 
 
@@ -168,8 +169,8 @@ SHUFFLED = undivided(EpochOrder(2000, OrderParams(16, 1, 32), 0, 0), 1, turn=8, 
 SINGLE = undivided(EpochOrder(145, OrderParams(1, 1, 2), 0, 0, shuffle=False), 3, turn=1, batch=1, size=4)
 
 # Short spans in which other ranks have rows of the rare source, and this one only a block that is still live.
-RARE = [Stream(EpochOrder(n, OrderParams(2, 8, 4), 2, 0), base, 1) for n, base in ((100, 0), (30, 100))]
-RARE_MIX = Mix(tuple(RARE), SourceOrder((Phase.of_all(0, 2, (8, 1)),), 2), "first")
+RARE = [EpochOrder(n, OrderParams(2, 8, 4), 2, 0) for n in (100, 30)]
+RARE_MIX = Mix(tuple(RARE), (1, 1), (Phase.of_all(0, 2, (8, 1)),), "first")
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,7 +191,7 @@ def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_onc
                 rows = slice(step * share.batch, (step + 1) * share.batch)
                 position = (steps + step) * share.global_batch
                 assert plan.samples[rows].tolist() == share.samples(position).tolist()
-                assert plan.positions[rows].tolist() == share.rows(position, 1).position.tolist()
+                assert plan.positions[rows].tolist() == share.rows(position, 1)[2].tolist()
             assert plan.valid.tolist() == (plan.positions < share.num_samples).tolist()
             steps += count
         assert steps == share.num_steps(0)
@@ -220,20 +221,19 @@ def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix):
     assert bounds[0][0] == 0
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
     for epoch, (_, end) in enumerate(bounds):
-        given_ = mix.source_order.places(end).tolist()
-        over = [count // stream.num_samples > epoch for count, stream in zip(given_, mix.streams, strict=True)]
+        given_ = mix.counts(end).tolist()
+        over = [count // order.num_samples > epoch for count, order in zip(given_, mix.orders, strict=True)]
         assert any(over) if mix.stop == "first" else all(over)
     samples = list(naive(mix, 0, bounds[1][1]))
-    for stream in mix.streams:
-        mine = [i - stream.base for i in samples if 0 <= i - stream.base < stream.num_samples]
-        for at in range(0, len(mine) - stream.num_samples + 1, stream.num_samples):
-            assert sorted(mine[at : at + stream.num_samples]) == list(range(stream.num_samples))
+    for order, first in zip(mix.orders, mix.firsts, strict=True):
+        mine = [i - first for i in samples if 0 <= i - first < order.num_samples]
+        for at in range(0, len(mine) - order.num_samples + 1, order.num_samples):
+            assert sorted(mine[at : at + order.num_samples]) == list(range(order.num_samples))
 
 
 def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     orders = EpochOrder(4000, OrderParams(8, 8, 32), 1, 0), EpochOrder(1000, OrderParams(8, 4, 16), 1, 0)
-    streams = tuple(Stream(order, base, 8) for order, base in zip(orders, (0, 4000), strict=True))
-    mix = Mix(streams, SourceOrder((Phase.of_all(0, 4, (7, 3)),), 2), "last")
+    mix = Mix(orders, (8, 8), (Phase.of_all(0, 4, (7, 3)),), "last")
     parts = [MixShare(mix, 0, 32, World(rank, 4), "pad") for rank in range(4)]
     assert all(part.divides for part in parts)
     rows = sum(ref.stop - ref.start for part in parts for plan in part.plans(0) for ref in plan.needs)
@@ -249,10 +249,8 @@ def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch,
     run = run.advance(taken, run.share(batch, World(0, workers)))
     resuming = first if keep else replace(first, weights_by_step=((0, (2, 1)), (8, (1, 2))))
     resumed = resuming.resumed(run.to_dict(), other_batch).with_workers(1, 1, other_batch)[0].settled(other_batch)
-    assert resumed.source_order is not None
-    assert all(
-        (after.start - before.start) % before.unit == 0 for before, after in pairwise(resumed.source_order.phases)
-    )
+    assert resumed.phases
+    assert all((after.start - before.start) % before.unit == 0 for before, after in pairwise(resumed.phases))
     share = resumed.share(other_batch, World(0, 1))
-    assert share.rows(0, 12).position.tolist() == list(range(12 * other_batch))
+    assert share.rows(0, 12)[2].tolist() == list(range(12 * other_batch))
     assert resuming.resumed(resumed.to_dict(), other_batch) == resumed

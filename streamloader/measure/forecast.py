@@ -23,8 +23,8 @@ from streamloader.measure.arrays import (
     rechunking,
 )
 from streamloader.options import Sampling, Shuffle
-from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE
-from streamloader.order.mixture import EpochShare, MixShare, Stream
+from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
+from streamloader.order.mixture import EpochShare, MixShare
 from streamloader.order.schedule import Share, World
 from streamloader.storage import open_store
 
@@ -310,28 +310,26 @@ def forecast_mixture(
     mixture = NumpyMixture(sources, weigh=weigh, **arguments, **options.arguments())
     share = mixture._first_share()
     assert isinstance(share, MixShare)
-    places = share.mix.source_order.places(share.num_samples).tolist()
-    passes = [place / dataset.num_samples for place, dataset in zip(places, mixture._datasets, strict=True)]
-    epoch, reads = _epoch(
-        mixture, _engine(mixture, options), share, list(map(_passes_read, share.mix.streams, places)), options
-    )
+    counts = share.mix.counts(share.num_samples).tolist()
+    passes = [count / dataset.num_samples for count, dataset in zip(counts, mixture._datasets, strict=True)]
+    passes_read = list(map(_passes_read, share.mix.orders, share.mix.fetches, counts))
+    epoch, reads = _epoch(mixture, _engine(mixture, options), share, passes_read, options)
     shares, field_shares = mixture.shares(), _field_shares(mixture, weigh)
     parts = []
     for number, (source, weight) in enumerate(sources.items()):
         dataset, of_fields = mixture._datasets[number], {name: each[source] for name, each in field_shares.items()}
-        counts = dataset.num_samples, shares[source], of_fields, passes[number]
-        parts.append(SourceForecast(dataset.store.url, weight, *counts, reads[number].requests, reads[number].bytes))
+        values = dataset.num_samples, shares[source], of_fields, passes[number]
+        parts.append(SourceForecast(dataset.store.url, weight, *values, reads[number].requests, reads[number].bytes))
     shuffled = options.shuffle is not False
     in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
     rereads = in_order or share.describe_rereads(fresh=True, shuffle=shuffled)
     return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads)
 
 
-def _passes_read(stream: Stream, samples: int) -> float:
-    """Return how many times the first `samples` of a stream read a source: the last blocks are those of its window."""
-    passes, rest = divmod(samples, stream.num_samples)
-    params = stream.first.fetch_params(stream.unit)
-    return passes + min(1.0, min(rest * params.block, rest + stream.first.lanes * params.window) / stream.num_samples)
+def _passes_read(order: EpochOrder, fetch: OrderParams, samples: int) -> float:
+    """Return how many times the first `samples` of a source read it: the last blocks are those of its window."""
+    passes, rest = divmod(samples, order.num_samples)
+    return passes + min(1.0, min(rest * fetch.block, rest + fetch.lanes * fetch.window) / order.num_samples)
 
 
 def _field_shares(mixture: NumpyMixture, weigh: str | None) -> dict[str, dict[Source, float]]:

@@ -4,7 +4,7 @@ Sources take turns that are spread evenly, in phases with different weights. A t
 source's stream, which has one epoch after the other, each in its own order. Like `schedule`, this is vectorised integer
 arithmetic without I/O, and can start anywhere in the order.
 
-A *position* counts the samples of the mixture; a *place* counts those of one source's stream.
+A *position* counts the samples of the mixture; a *source position* counts those of one source's stream.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd, lcm
 from numbers import Rational
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
-from streamloader.order.epoch_order import EpochOrder
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
@@ -155,75 +155,17 @@ class Phase:
         return self.start + turns * self.unit
 
 
-@dataclass(frozen=True)
-class SourceOrder:
-    """Consecutive phases of `count` sources. The first starts at position 0, the last has no end.
+def phases_from(phases: Sequence[Phase], position: int, unit: int) -> tuple[Phase, ...]:
+    """Return consecutive phases from a position on, with turns of `unit` samples.
 
-    Each phase ends where a turn ends.
+    The first one starts at the position, later ones at the next end of a turn. If several would start together, the
+    last of them does.
     """
-
-    phases: tuple[Phase, ...]
-    count: int
-
-    def phases_from(self, position: int, unit: int) -> tuple[Phase, ...]:
-        """Return the phases from a position on, with turns of `unit` samples.
-
-        The first one starts at the position, later ones at the next end of a turn. If several would start together, the
-        last of them does.
-        """
-        by_start = {}
-        for phase in self.phases:
-            start = position + -(-max(0, phase.start - position) // unit) * unit
-            by_start[start] = replace(phase, start=start, unit=unit)
-        return tuple(by_start.values())
-
-    def places(self, position: int) -> Ints:
-        """Return the place of each source at a position at which a turn begins; shape (sources,)."""
-        places = np.zeros(self.count, np.int64)
-        for phase, stop in self._until(position):
-            places += phase.counts(stop, self.count)
-        return places
-
-    def turns(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (source, place, position, size) of each turn between two positions at which turns begin."""
-        places = self.places(start)
-        parts = [(np.zeros(0, np.int64),) * 4]
-        for phase, end in self._until(stop):
-            begin = max(start, phase.start)
-            if begin >= end:
-                continue
-            source = phase.turns(begin, end)
-            place = np.empty(source.size, np.int64)
-            for number in range(self.count):
-                turns = np.flatnonzero(source == number)
-                place[turns] = places[number] + np.arange(turns.size) * phase.unit
-                places[number] += turns.size * phase.unit
-            position = begin + np.arange(source.size) * phase.unit
-            parts.append((source, place, position, np.full(source.size, phase.unit)))
-        sources, starts, positions, sizes = map(np.concatenate, zip(*parts, strict=True))
-        return sources, starts, positions, sizes
-
-    def end_of(self, source: int, place: int) -> int | None:
-        """Return the end of the turn in which a source reaches `place` (> 0).
-
-        None if the source has no weight in the last phase.
-        """
-        if not self.phases[-1].weight(source):
-            return None
-        earlier = 0
-        for phase, after in pairwise(self.phases):
-            end = phase.end_of(source, place - earlier)
-            if end is not None and end <= after.start:
-                return end
-            earlier += int(phase.counts(after.start, self.count)[source])
-        return self.phases[-1].end_of(source, place - earlier)
-
-    def _until(self, position: int) -> Iterator[tuple[Phase, int]]:
-        """Yield the phases that begin before a position, with the end of each, or that position if it is earlier."""
-        ends = (phase.start for phase in self.phases[1:])
-        for phase, end in zip(self.phases, [*ends, position], strict=True):
-            if phase.start < position:
-                yield phase, min(end, position)
+    by_start = {}
+    for phase in phases:
+        start = position + -(-max(0, phase.start - position) // unit) * unit
+        by_start[start] = replace(phase, start=start, unit=unit)
+    return tuple(by_start.values())
 
 
 MixKey = tuple[int, int, int, int]  # (source, epoch of the source, lane, ordinal of the block)
@@ -231,51 +173,33 @@ Stop = Literal["first", "last"]
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The epochs of one source, one after the other: place p is position p mod N of epoch p div N.
-
-    `first`: the order of epoch 0. `base`: the number of its first sample in the mixture. `unit`: samples per fetch
-    without shuffle.
-    """
-
-    first: EpochOrder
-    base: int
-    unit: int
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of an epoch."""
-        return self.first.num_samples
-
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch of the source."""
-        return replace(self.first, epoch=epoch)
-
-    def samples(self, places: Ints) -> Ints:
-        """Return the sample at each of some ascending places, numbered in the mixture."""
-        samples = np.empty(places.size, np.int64)
-        epochs = places // self.num_samples
-        for epoch in np.unique(epochs).tolist():
-            rows = epochs == epoch
-            positions = places[rows] - epoch * self.num_samples
-            low = int(positions[0])
-            samples[rows] = self.order(epoch).samples_at(low, int(positions[-1]) + 1)[positions - low]
-        return samples + self.base
-
-
-@dataclass(frozen=True)
 class Mix:
-    """Streams in the order of their turns.
+    """The order of a mixture: sources take turns, in consecutive phases.
+
+    `orders`: that of the epoch 0 of each source; source position p is position p mod N of its epoch p div N. `units`:
+    the samples of a fetch of each source without shuffle. `phases`: the first starts at position 0, each ends where a
+    turn ends, and the last has no end.
 
     An epoch of the mixture ends when the first, or the last, of its sources completes another epoch of its own; the
     other sources continue. `anchor`: (epoch, position) from which these epochs count: 0, or where sources or weights
     were changed.
     """
 
-    streams: tuple[Stream, ...]
-    source_order: SourceOrder
+    orders: tuple[EpochOrder, ...]
+    units: tuple[int, ...]
+    phases: tuple[Phase, ...]
     stop: Stop
     anchor: tuple[int, int] = (0, 0)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The number in the mixture of the first sample of each source."""
+        return tuple(accumulate((order.num_samples for order in self.orders[:-1]), initial=0))
+
+    @property
+    def fetches(self) -> list[OrderParams]:
+        """The block, lanes and window of the fetches of each source."""
+        return [order.fetch_params(unit) for order, unit in zip(self.orders, self.units, strict=True)]
 
     def bounds(self, epoch: int) -> tuple[int, int]:
         """Return (begin, end) of an epoch, in positions of the whole run.
@@ -290,21 +214,73 @@ class Mix:
 
     def _end(self, epochs: int) -> int:
         """Return the end of the last of `epochs` epochs from the anchor on."""
-        places = self.source_order.places(self.anchor[1]).tolist()
+        counts = self.counts(self.anchor[1]).tolist()
         ends = [
-            self.source_order.end_of(i, (places[i] // stream.num_samples + epochs) * stream.num_samples)
-            for i, stream in enumerate(self.streams)
+            self.end_of(source, (counts[source] // order.num_samples + epochs) * order.num_samples)
+            for source, order in enumerate(self.orders)
         ]
         endings = [end for end in ends if end is not None]
         return min(endings) if self.stop == "first" else max(endings)
 
+    def counts(self, position: int) -> Ints:
+        """Return how many samples each source has before a position at which a turn begins; shape (sources,)."""
+        counts = np.zeros(len(self.orders), np.int64)
+        for phase, stop in self._until(position):
+            counts += phase.counts(stop, len(self.orders))
+        return counts
 
-class Rows(NamedTuple):
-    """Rows of some steps in the order of the mixture: the source of each, its place, and its position in the epoch."""
+    def turns(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return (source, source position, position, size) of each turn between two positions at which turns begin."""
+        counts = self.counts(start)
+        parts = [(np.zeros(0, np.int64),) * 4]
+        for phase, end in self._until(stop):
+            begin = max(start, phase.start)
+            if begin >= end:
+                continue
+            source = phase.turns(begin, end)
+            source_position = np.empty(source.size, np.int64)
+            for number in range(len(self.orders)):
+                turns = np.flatnonzero(source == number)
+                source_position[turns] = counts[number] + np.arange(turns.size) * phase.unit
+                counts[number] += turns.size * phase.unit
+            position = begin + np.arange(source.size) * phase.unit
+            parts.append((source, source_position, position, np.full(source.size, phase.unit)))
+        sources, source_positions, positions, sizes = map(np.concatenate, zip(*parts, strict=True))
+        return sources, source_positions, positions, sizes
 
-    source: Ints
-    place: Ints
-    position: Ints
+    def end_of(self, source: int, samples: int) -> int | None:
+        """Return the end of the turn in which a source reaches `samples` (> 0) samples.
+
+        None if the source has no weight in the last phase.
+        """
+        if not self.phases[-1].weight(source):
+            return None
+        earlier = 0
+        for phase, after in pairwise(self.phases):
+            end = phase.end_of(source, samples - earlier)
+            if end is not None and end <= after.start:
+                return end
+            earlier += int(phase.counts(after.start, len(self.orders))[source])
+        return self.phases[-1].end_of(source, samples - earlier)
+
+    def samples(self, source: int, source_positions: Ints) -> Ints:
+        """Return the samples, numbered in the mixture, at some ascending positions of a source."""
+        order = self.orders[source]
+        samples = np.empty(source_positions.size, np.int64)
+        epochs = source_positions // order.num_samples
+        for epoch in np.unique(epochs).tolist():
+            rows = epochs == epoch
+            positions = source_positions[rows] - epoch * order.num_samples
+            low, high = int(positions[0]), int(positions[-1]) + 1
+            samples[rows] = replace(order, epoch=epoch).samples_at(low, high)[positions - low]
+        return samples + self.firsts[source]
+
+    def _until(self, position: int) -> Iterator[tuple[Phase, int]]:
+        """Yield the phases that begin before a position, with the end of each, or that position if it is earlier."""
+        ends = (phase.start for phase in self.phases[1:])
+        for phase, end in zip(self.phases, [*ends, position], strict=True):
+            if phase.start < position:
+                yield phase, min(end, position)
 
 
 @dataclass(frozen=True)
@@ -333,19 +309,13 @@ class MixShare(Part):
 
     @property
     def _lanes(self) -> list[int]:
-        """The number of lanes of each stream."""
-        return [stream.first.lanes for stream in self.mix.streams]
-
-    @property
-    def _fetch_blocks(self) -> list[int]:
-        """The samples of a fetch of each stream."""
-        return [stream.first.fetch_params(stream.unit).block for stream in self.mix.streams]
+        """The number of lanes of each source."""
+        return [order.lanes for order in self.mix.orders]
 
     @property
     def span_rows(self) -> int:
         """The maximum number of rows of this rank that are planned together; at least a batch is."""
-        windows = [stream.first.fetch_params(stream.unit).window for stream in self.mix.streams]
-        window_rows = sum(2 * window * lanes for window, lanes in zip(windows, self._lanes, strict=True))
+        window_rows = sum(2 * params.window * params.lanes for params in self.mix.fetches)
         return min(window_rows // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
 
     @property
@@ -356,64 +326,67 @@ class MixShare(Part):
     @cached_property
     def divides(self) -> bool:
         """Whether the world size divides turns and lanes, so that every lane is read by one rank in an epoch."""
-        units = [phase.unit for phase in self.mix.source_order.phases]
+        units = [phase.unit for phase in self.mix.phases]
         return not any(size % self.world.size for size in units + self._lanes)
 
     def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
         """Return a warning if several ranks read a block, else "". `fresh`: turns and lanes can still be chosen."""
         if self.divides or not shuffle:
             return ""
-        size, unit = self.world.size, self.mix.source_order.phases[-1].unit
+        size, unit = self.world.size, self.mix.phases[-1].unit
         remedy = f"; set unit= and shuffle=Shuffle(lanes=) to multiples of {size}" if fresh else ""
         sizes = f"turns of {unit} samples and {sorted(set(self._lanes))} lanes"
         return f"{size} consumers do not divide {sizes}: blocks are read more than once{remedy}"
 
-    def rows(self, position: int, steps: int) -> Rows:
-        """Return this rank's rows of `steps` steps from `position` on, `batch` rows for each step.
+    def rows(self, position: int, steps: int) -> tuple[Ints, Ints, Ints]:
+        """Return (source, source position, position in the epoch) of this rank's rows of `steps` steps from `position`.
 
-        If the world size divides the turns, rank r takes the places that are r modulo the size of each turn. Otherwise
-        the positions of a step are sorted by lane, and the rank takes a run of them, as in a dataset.
+        Each step has `batch` rows. If the world size divides the turns, rank r takes the source positions that are r
+        modulo the size of each turn. Otherwise the positions of a step are sorted by lane, and the rank takes a run of
+        them, as in a dataset.
         """
         begin = self.bounds[0] + position
-        source, place, start, size = self.mix.source_order.turns(begin, begin + steps * self.global_batch)
+        source, source_position, start, size = self.mix.turns(begin, begin + steps * self.global_batch)
         ranks, rank = self.world.size, self.world.rank
         shared = bool((size % ranks).any())
         counts = size if shared else size // ranks
         turn = np.repeat(np.arange(source.size), counts)
         row = np.arange(turn.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        offset = row if shared else ((rank - place) % ranks)[turn] + row * ranks
-        rows = Rows(source[turn], place[turn] + offset, start[turn] + offset - self.bounds[0])
-        return self._run(rows, position, steps) if shared else rows
+        offset = row if shared else ((rank - source_position) % ranks)[turn] + row * ranks
+        rows = source[turn], source_position[turn] + offset, start[turn] + offset - self.bounds[0]
+        if not shared:
+            return rows
+        run = self._run(*rows, position, steps)
+        return rows[0][run], rows[1][run], rows[2][run]
 
-    def _run(self, rows: Rows, position: int, steps: int) -> Rows:
-        """Return this rank's run of each step: `rows` has those of all ranks, which are sorted by lane / lanes."""
-        lanes = np.array(self._lanes)[rows.source]
-        lane = (rows.place % np.array([stream.num_samples for stream in self.mix.streams])[rows.source]) % lanes
+    def _run(self, source: Ints, source_position: Ints, position: Ints, first: int, steps: int) -> Ints:
+        """Return which of the rows of all ranks are this rank's run of each step, sorted by lane / lanes."""
+        lanes = np.array(self._lanes)[source]
+        lane = (source_position % np.array([order.num_samples for order in self.mix.orders])[source]) % lanes
         relative_lane = lane * (lcm(*self._lanes) // lanes)
-        step = (rows.position - position) // self.global_batch
-        ordered = np.lexsort((rows.position, rows.source, relative_lane, step)).reshape(steps, self.global_batch)
-        run = np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
-        return Rows(rows.source[run], rows.place[run], rows.position[run])
+        step = (position - first) // self.global_batch
+        ordered = np.lexsort((position, source, relative_lane, step)).reshape(steps, self.global_batch)
+        return np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, the same on every rank.
 
-        It is the sum over the streams of `Share.slots_needed`, and as much again for each epoch of a stream that may
+        It is the sum over the sources of `Share.slots_needed`, and as much again for each epoch of a source that may
         begin within a plan while the previous one ends.
 
         If the world size R does not divide turns and lanes, a rank may read all lanes, as a single rank does. But its
         rows are spread over all R * rows positions of the plan. So keys increase by up to (R - 1) * rows more, summed
-        over streams, lanes and epochs: one more block for each B of them, the smallest of the streams' blocks.
+        over sources, lanes and epochs: one more block for each B of them, the smallest of the sources' blocks.
 
         In any case a plan adds at most one block for each of its rows to those that are held when it begins.
         """
         rows, size = steps_at_once * self.batch, self.world.size if self.divides else 1
-        held, added = 0, -(-(self.world.size - size) * rows // min(self._fetch_blocks))
-        for stream in self.mix.streams:
-            slots = Share(stream.first, rows, World(0, size), "pad", stream.unit).slots_needed()
-            held += slots
-            added += slots * (1 + self.world.size * rows // stream.num_samples)
-        return held + min(rows, added)
+        at_once, added = 0, -(-(self.world.size - size) * rows // min(params.block for params in self.mix.fetches))
+        for order, unit in zip(self.mix.orders, self.mix.units, strict=True):
+            slots = Share(order, rows, World(0, size), "pad", unit).slots_needed()
+            at_once += slots
+            added += slots * (1 + self.world.size * rows // order.num_samples)
+        return at_once + min(rows, added)
 
     def at_epoch(self, epoch: int) -> MixShare:
         """Return the rank's part of another epoch."""
@@ -423,48 +396,50 @@ class MixShare(Part):
         """Return the memory that a pass needs."""
         plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
         rows, slots = steps_at_once * self.batch, self.slots_needed(steps_at_once)
-        return Need(max(self._fetch_blocks), slots, rows, plan_bytes, plan_bytes)
+        return Need(max(params.block for params in self.mix.fetches), slots, rows, plan_bytes, plan_bytes)
 
     def read_held(self, span: Span) -> list[tuple[Ints, Ints]]:
         """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""
-        rows = self.rows(span.begin, span.steps)
-        samples = np.empty(rows.source.size, np.int64)
-        for number, stream in enumerate(self.mix.streams):
-            of_stream = rows.source == number
-            samples[of_stream] = stream.samples(rows.place[of_stream])
-        return [(rows.position, samples)]
+        sources, source_positions, positions = self.rows(span.begin, span.steps)
+        samples = np.empty(sources.size, np.int64)
+        for source in range(len(self.mix.orders)):
+            of_source = sources == source
+            samples[of_source] = self.mix.samples(source, source_positions[of_source])
+        return [(positions, samples)]
 
     def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
-        """Return the blocks of a span over all streams and the `live` ones, and the positions of the span's rows."""
-        rows = self.rows(span.begin, span.steps)
-        before, after = (self.mix.source_order.places(self.bounds[0] + at).tolist() for at in (span.begin, span.end))
+        """Return the blocks of a span over all sources and the `live` ones, and the positions of the span's rows."""
+        sources, source_positions, positions = self.rows(span.begin, span.steps)
+        before, after = (self.mix.counts(self.bounds[0] + at).tolist() for at in (span.begin, span.end))
         parts: list[BlockReads] = []
         keys: list[MixKey] = []
-        block, row = np.empty(rows.source.size, np.int64), np.empty(rows.source.size, np.int64)
-        for number, stream in enumerate(self.mix.streams):
-            of_stream = np.flatnonzero(rows.source == number)
-            epochs = rows.place[of_stream] // stream.num_samples
-            live_epochs = {key[1] for key in live if key[0] == number}
+        block, row = np.empty(sources.size, np.int64), np.empty(sources.size, np.int64)
+        columns = zip(self.mix.orders, self.mix.units, self.mix.firsts, strict=True)
+        for source, (order, unit, first_sample) in enumerate(columns):
+            of_source = np.flatnonzero(sources == source)
+            epochs = source_positions[of_source] // order.num_samples
+            live_epochs = {key[1] for key in live if key[0] == source}
             for epoch in sorted(live_epochs | set(np.unique(epochs).tolist())):
-                of_epoch = of_stream[epochs == epoch]
-                first = epoch * stream.num_samples
-                begin, end = max(0, before[number] - first), min(stream.num_samples, after[number] - first)
-                part = span._replace(begin=begin, end=end, last=span.last or end == stream.num_samples)
-                live_keys = [(key[2], key[3]) for key in live if key[:2] == (number, epoch)]
-                reads = _read_stream(stream, epoch, rows.place[of_epoch] - first, part, live_keys)
+                of_epoch = of_source[epochs == epoch]
+                first = epoch * order.num_samples
+                begin, end = max(0, before[source] - first), min(order.num_samples, after[source] - first)
+                part = span._replace(begin=begin, end=end, last=span.last or end == order.num_samples)
+                live_keys = [(key[2], key[3]) for key in live if key[:2] == (source, epoch)]
+                at = source_positions[of_epoch] - first
+                reads = _read_source(replace(order, epoch=epoch), unit, at, part, live_keys)
                 block[of_epoch], row[of_epoch] = reads.block + len(keys), reads.row
-                keys += [(number, epoch, *key) for key in reads.keys]
-                parts.append(reads._replace(start=reads.start + stream.base, stop=reads.stop + stream.base))
-        return BlockReads(keys, *join_blocks(parts), block, row), [rows.position]
+                keys += [(source, epoch, *key) for key in reads.keys]
+                parts.append(reads._replace(start=reads.start + first_sample, stop=reads.stop + first_sample))
+        return BlockReads(keys, *join_blocks(parts), block, row), [positions]
 
 
 EpochShare = Share | MixShare
 
 
-def _read_stream(stream: Stream, epoch: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:
-    if span.begin >= span.end:  # the span has no turn of this stream, only live blocks
+def _read_source(order: EpochOrder, unit: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:
+    if span.begin >= span.end:  # the span has no turn of this source, only live blocks
         no_samples, no_rows = np.zeros(len(live), np.int64), np.zeros(0, np.int64)
         return BlockReads(live, no_samples, no_samples, np.full(len(live), span.last), no_rows, no_rows)
-    if stream.first.shuffle:
-        return read_lanes(stream.order(epoch), lambda: iter([positions]), span, [key[0] for key in live])
-    return read_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=live)
+    if order.shuffle:
+        return read_lanes(order, lambda: iter([positions]), span, [key[0] for key in live])
+    return read_units(order.num_samples, unit, positions, span.end, last=span.last, live=live)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import accumulate, pairwise, repeat
+from itertools import pairwise, repeat
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zlib import crc32
@@ -18,7 +18,7 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams, params_for_w
 from streamloader.order.schedule import Part, Share, World
 
 if TYPE_CHECKING:  # imported on demand, since most runs have no mixture
-    from streamloader.order.mixture import EpochShare, Mix, SourceOrder, Stop
+    from streamloader.order.mixture import EpochShare, Mix, Phase, Stop
 
 
 class Gap(NamedTuple):
@@ -170,8 +170,8 @@ class RunState:
     progress of the others.
 
     A mixture also has a `stop`, its weights from a step on, `weights_by_step`, and the samples of a turn, `unit` (None
-    for the default). Once the global batch is known, `settled` makes `source_order` from these, in positions of the
-    run, which fix the order from then on. `anchor`: see `Mix`.
+    for the default). Once the global batch is known, `settled` makes `phases` from these, in positions of the run,
+    which fix the order from then on. `anchor`: see `Mix`.
 
     Two values of this process are not saved. `fresh`: whether the run has not begun, so its lanes can still follow the
     number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have; the others
@@ -186,7 +186,7 @@ class RunState:
     batches: Batches = "mixed"
     weights_by_step: Weights = ()
     unit: int | None = None
-    source_order: SourceOrder | None = None
+    phases: tuple[Phase, ...] = ()  # of a settled mixture
     anchor: tuple[int, int] = (0, 0)
     epoch: int = 0
     position: int = 0
@@ -202,9 +202,9 @@ class RunState:
     @property
     def pin(self) -> int:
         """A checksum that identifies the versions of the datasets, and a settled mixture; 0 before it is settled."""
-        if self.stop and self.source_order is None:
+        if self.stop and not self.phases:
             return 0
-        order = (self.source_order, self.anchor, self._params) if self.stop else None
+        order = (self.phases, self.anchor, self._params) if self.stop else None
         return crc32(repr(([source.digest for source in self.sources], order)).encode())
 
     @property
@@ -242,16 +242,12 @@ class RunState:
 
     def mix(self, units: Sequence[int] = ()) -> Mix:
         """Return the settled mixture. `units`: samples per fetch without shuffle, for each source."""
-        from streamloader.order.mixture import Mix, Stream
+        from streamloader.order.mixture import Mix
 
-        assert self.source_order is not None
+        assert self.phases
         assert self.stop is not None
-        starts = accumulate((source.num_samples for source in self.sources[:-1]), initial=0)
-        streams = tuple(
-            Stream(EpochOrder(source.num_samples, source.params, self.seed, 0, self.shuffle), start, unit)
-            for source, start, unit in zip(self.sources, starts, units or [1] * len(self.sources), strict=True)
-        )
-        return Mix(streams, self.source_order, self.stop, self.anchor)
+        orders = (EpochOrder(each.num_samples, each.params, self.seed, 0, self.shuffle) for each in self.sources)
+        return Mix(tuple(orders), tuple(units or [1] * len(self.sources)), self.phases, self.stop, self.anchor)
 
     def share(self, batch: int, world: World, units: Sequence[int] = ()) -> EpochShare:
         """Return a rank's part of the epoch of a settled run, in batches of `batch` samples. `units`: see `mix`."""
@@ -272,9 +268,9 @@ class RunState:
         if self.stop is None:
             return settled
         unit = self._unit(global_batch, workers)
-        if self.source_order is None:
-            return replace(settled, source_order=self._new_source_order(global_batch, workers))
-        return self if self.source_order.phases[-1].unit == unit else self._changed(self.source_order, unit)
+        if not self.phases:
+            return replace(settled, phases=self._new_phases(global_batch, workers))
+        return self if self.phases[-1].unit == unit else self._changed(self.phases, unit)
 
     def _with_lanes(self, ranks: int) -> RunState:
         if not self.shuffle or "lanes" in self.given:
@@ -286,29 +282,28 @@ class RunState:
     def _unit(self, global_batch: int, workers: int = 1) -> int:
         if self.batches == "homogeneous":
             return global_batch * workers  # a round of the workers, each of which takes a part of every turn
-        default = DEFAULT_UNIT if self.source_order is None else self.source_order.phases[-1].unit
+        default = self.phases[-1].unit if self.phases else DEFAULT_UNIT
         unit = self.unit or gcd(global_batch, default)
         if global_batch % unit:
             remedy = f"choose batch_size so that the batches of all ranks are a multiple of {unit}, or another unit="
             raise BatchError(f"a global batch of {global_batch} samples cuts turns of {unit}", remedy)
         return unit
 
-    def _new_source_order(self, global_batch: int, workers: int = 1) -> SourceOrder:
-        from streamloader.order.mixture import Phase, SourceOrder
+    def _new_phases(self, global_batch: int, workers: int = 1) -> tuple[Phase, ...]:
+        from streamloader.order.mixture import Phase, phases_from
 
         unit = self._unit(global_batch, workers)
         phases = (Phase.of_all(step * global_batch, unit, weights) for step, weights in self.weights_by_step)
-        source_order = SourceOrder(tuple(phases), len(self.sources))
-        return replace(source_order, phases=source_order.phases_from(0, unit))
+        return phases_from(tuple(phases), 0, unit)
 
-    def _changed(self, later: SourceOrder, unit: int) -> RunState:
-        """Return the state with the phases of `later`, in turns of `unit` samples, from its position on."""
-        assert self.source_order is not None
+    def _changed(self, later: tuple[Phase, ...], unit: int) -> RunState:
+        """Return the state with the phases `later`, in turns of `unit` samples, from its position on."""
+        from streamloader.order.mixture import phases_from
+
         start = self.mix().bounds(self.epoch)[0] + self.position  # over all epochs of the run
-        earlier = (phase for phase in self.source_order.phases if phase.start < start)
-        source_order = replace(self.source_order, phases=(*earlier, *later.phases_from(start, unit)))
-        anchor = (self.epoch, start)
-        return replace(self, source_order=source_order, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
+        earlier = (phase for phase in self.phases if phase.start < start)
+        phases, anchor = (*earlier, *phases_from(later, start, unit)), (self.epoch, start)
+        return replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
 
     def advance(self, batches: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
         """Return the state after `batches` more batches of every rank, at most to the end of the epoch.
@@ -367,11 +362,11 @@ class RunState:
         """Return JSON values that `resumed` reads. A mixture must be settled."""
         names = ["shuffle", "remainder", "seed", *PROGRESS_NAMES[: 6 if self.ranks else 4], *["inside"] * self.inside]
         if self.stop:
-            assert self.source_order is not None
-            phases = self.source_order.phases
+            assert self.phases
+            phases = [[phase.start, phase.unit, list(phase.weights), list(phase.sources)] for phase in self.phases]
             values = {
                 "sources": [source.to_dict() for source in self.sources],
-                "phases": [[phase.start, phase.unit, list(phase.weights), list(phase.sources)] for phase in phases],
+                "phases": phases,
                 "anchor": list(self.anchor),
                 "wishes": [[step, list(weights)] for step, weights in self.weights_by_step],
             }
@@ -430,14 +425,13 @@ class RunState:
         """Return `resumed` with the order of a mixture: that of the state, then that of this run."""
         if self.stop:
             anchor = tuple(read_list(state, "anchor", (int, int)))
-            source_order = _read_source_order(state, numbers, len(self.sources))
-            resumed = replace(resumed, source_order=source_order, anchor=anchor)
+            resumed = replace(resumed, phases=_read_phases(state, numbers), anchor=anchor)
         if resumed.position > resumed.num_samples:
             problem = f"the state has position {resumed.position}, but its epoch has {resumed.num_samples} samples"
             raise StateError(problem, "load a state that was saved with this dataset")
         if not self.stop or _read_weights(state, numbers, len(self.sources)) == self.weights_by_step:
             return resumed
-        return resumed._changed(self._new_source_order(global_batch), self._unit(global_batch))
+        return resumed._changed(self._new_phases(global_batch), self._unit(global_batch))
 
     def _match_sources(self, sources: Sequence[SourceIdentity], *, force: bool) -> list[int]:
         """Return the number of the source of this run that equals each source of a state."""
@@ -541,9 +535,9 @@ def read_value(state: dict[str, Any], name: str, *types: type) -> Any:
     return value
 
 
-def _read_source_order(state: dict[str, Any], numbers: Sequence[int], count: int) -> SourceOrder:
-    """Return the phases of a state. `numbers`: the number among this run's `count` sources of each of the state's."""
-    from streamloader.order.mixture import Phase, SourceOrder
+def _read_phases(state: dict[str, Any], numbers: Sequence[int]) -> tuple[Phase, ...]:
+    """Return the phases of a state. `numbers`: the number among this run's sources of each of the state's."""
+    from streamloader.order.mixture import Phase
 
     phases = read_list(state, "phases", [(int, int, [int], [int])])
     valid = all(
@@ -553,11 +547,11 @@ def _read_source_order(state: dict[str, Any], numbers: Sequence[int], count: int
     if not phases or phases[0][0] or not valid:
         raise StateError(f"the state's phases {phases!r:.120} of {len(numbers)} sources are invalid", _NEW_RUN)
     read = (Phase(start, unit, tuple(weights), tuple(numbers[i] for i in ids)) for start, unit, weights, ids in phases)
-    return SourceOrder(tuple(read), count)
+    return tuple(read)
 
 
 def _read_weights(state: dict[str, Any], numbers: Sequence[int], count: int) -> Weights:
-    """Return the weights of a state from each step on, for this run's sources; `numbers` as in `_read_source_order`."""
+    """Return the weights of a state from each step on, for this run's sources; `numbers` as in `_read_phases`."""
     weights_by_step = []
     for step, weights in read_list(state, "wishes", [(int, (int,) * len(numbers))]):
         by_source = dict(zip(numbers, weights, strict=True))
