@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from streamloader.order.anchors import (
     Anchors,
     Axis,
-    CellAxis,
     choose_cells,
     count_unused,
     runs_of,
@@ -118,14 +117,18 @@ def test_splits_cut_segments_before_the_borders_inside_them():
     assert split_segments(segments, np.array([0, 4, 15, 20, 29])).tolist() == [[0, 4], [4, 10], [20, 29], [29, 30]]
 
 
+def chunked(length: int, chunk: int, stride: int, extent: int) -> Axis:
+    return Axis("t", length, np.zeros(1, np.int64), np.ones(1, np.int64), stride, extent, chunk)
+
+
 @pytest.mark.parametrize(
     ("axes", "size", "cells"),
     [
-        ((CellAxis(8760, 40, 1, 1),), 1e6, (40,)),  # no halo: the chunk
-        ((CellAxis(8760, 1, 1, 8),), 1e5, (32,)),  # windows of 8 steps: fewer chunks are read twice
-        ((CellAxis(8760, 1, 1, 8),), 1e8, (1,)),  # but not above CELL_BYTES
-        ((CellAxis(4, 1, 1, 1), CellAxis(4096, 2048, 256, 256)), 2, (1, 2048)),  # patches tile the chunks
-        ((CellAxis(10**6, 1000, 300, 300),), 4, (3000,)),  # as many windows in each cell
+        ((chunked(8760, 40, 1, 1),), 1e6, (40,)),  # no halo: the chunk
+        ((chunked(8760, 1, 1, 8),), 1e5, (32,)),  # windows of 8 steps: fewer chunks are read twice
+        ((chunked(8760, 1, 1, 8),), 1e8, (1,)),  # but not above CELL_BYTES
+        ((chunked(4, 1, 1, 1), chunked(4096, 2048, 256, 256)), 2, (1, 2048)),  # patches tile the chunks
+        ((chunked(10**6, 1000, 300, 300),), 4, (3000,)),  # as many windows in each cell
     ],
 )
 def test_cells_are_chunks_or_larger_where_that_reads_less(axes, size, cells):

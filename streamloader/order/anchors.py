@@ -233,30 +233,21 @@ def runs_of(elements: Ints) -> Ints:
     return np.stack([elements[edges[:-1]], elements[edges[1:] - 1] + 1], axis=1)
 
 
-class CellAxis(NamedTuple):
-    """What the choice of cells needs to know of an axis, in elements; `chunk` is that of the largest chunks."""
-
-    length: int
-    chunk: int
-    stride: int
-    reach: int
-
-
-def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, ...]:
-    """Return the elements of a cell along each axis: multiples of its chunk.
+def choose_cells(axes: Sequence[Axis], element_bytes: float) -> tuple[int, ...]:
+    """Return the elements of a cell along each axis, whose `cell` is one chunk at first: multiples of that.
 
     `element_bytes`: decoded bytes of all fields in a box of one element of every axis. A cell grows along the axis that
     saves most chunks, while it reads more than `HALO` times its chunks and the limits of this module allow it; cells
     of windows are also multiples of the stride, so that they have the same number of samples.
     """
-    cells = [min(axis.length, axis.chunk) for axis in axes]
+    cells = [min(axis.length, axis.cell) for axis in axes]
 
     def allowed(trial: Sequence[int], most: int = CELL_BYTES, least: int = LEAST_CELLS) -> bool:
         count = prod(-(-axis.length // cell) for axis, cell in zip(axes, trial, strict=True))
         return prod(trial) * element_bytes <= most and count >= least
 
     for number, axis in enumerate(axes):
-        whole = lcm(axis.chunk, axis.stride)
+        whole = lcm(axis.cell, axis.stride)
         trial = [*cells[:number], whole, *cells[number + 1 :]]
         if whole < axis.length and allowed(trial):
             cells = trial
@@ -272,13 +263,16 @@ def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, .
     return tuple(cells)
 
 
-def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
-    """Return how many times its own chunks a cell reads, with those that its windows and patches reach beyond it."""
+def _read_factor(axes: Sequence[Axis], cells: Sequence[int]) -> float:
+    """Return how many times its own chunks a cell reads, with those that its windows and patches reach beyond it.
+
+    The `cell` of each axis is one chunk.
+    """
     factor = 1.0
     for axis, cell in zip(axes, cells, strict=True):
-        own = -(-cell // axis.chunk)
+        own = -(-cell // axis.cell)
         last = (cell - 1) // axis.stride * axis.stride + axis.reach  # elements from the first anchor of the cell on
-        factor *= min(-(-last // axis.chunk), -(-axis.length // axis.chunk)) / own
+        factor *= min(-(-last // axis.cell), -(-axis.length // axis.cell)) / own
     return factor
 
 

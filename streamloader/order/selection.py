@@ -106,6 +106,7 @@ def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
 
 
 Column = NDArray[Any]
+Read = Callable[[str, bool], Column]  # from a field's name to its column: as bools for a condition, or as numbers
 
 MAX_CHARACTERS = 10_000
 GRAMMAR = "use fields, numbers, texts in quotes, comparisons, in (...), and, or, not, + - * / // %"
@@ -148,14 +149,15 @@ class Condition:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or str(error) or type(error).__name__
             raise SelectionError(f"where={text!r} cannot be read: {reason}", GRAMMAR) from error
+        names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+        condition = cls(text, names, tree)
         try:  # no rows, to check the types
-            _evaluate(text, tree, lambda _, condition: np.zeros(0, np.bool_ if condition else np.int64))
+            condition._evaluate(lambda _, as_condition: np.zeros(0, np.bool_ if as_condition else np.int64))
         except RecursionError as error:
             raise SelectionError(f"where={text[:80]!r}... is nested too deeply", GRAMMAR) from error
-        names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         if not names:
             raise SelectionError(f"where={text!r} names no field", "compare a field with a value")
-        return cls(text, names, tree)
+        return condition
 
     def with_values(
         self,
@@ -197,92 +199,83 @@ class Condition:
         for name in self.fields & set(self._times):
             missing = wide[name] == np.iinfo(np.int64).min
             wide[name] = np.where(missing, np.nan, wide[name]) if np.any(missing) else wide[name]
-        return np.ascontiguousarray(_evaluate(self.text, self._tree, lambda name, _: wide[name]))
+        return np.ascontiguousarray(self._evaluate(lambda name, _: wide[name]))
 
+    def _evaluate(self, read: Read) -> Any:
+        try:
+            with np.errstate(divide="raise", invalid="ignore", over="ignore", under="ignore"):
+                return self._condition(self._tree, read)
+        except (FloatingPointError, ZeroDivisionError, OverflowError) as error:
+            raise SelectionError(f"where={self.text!r} cannot be computed: {error}", "compare other values") from error
 
-def _evaluate(text: str, tree: ast.expr, column: Callable[[str, bool], Column]) -> Any:
-    try:
-        with np.errstate(divide="raise", invalid="ignore", over="ignore", under="ignore"):
-            return _Evaluation(text, column).condition(tree)
-    except (FloatingPointError, ZeroDivisionError, OverflowError) as error:
-        raise SelectionError(f"where={text!r} cannot be computed: {error}", "compare other values") from error
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """Computes a condition. `column(name, condition)` returns a field, as bools for a condition or as numbers."""
-
-    text: str
-    column: Callable[[str, bool], Column]
-
-    def condition(self, node: ast.expr) -> Any:
+    def _condition(self, node: ast.expr, read: Read) -> Any:
         """Return a node's bools. Raises `SelectionError` for numbers."""
-        value = self.column(node.id, True) if isinstance(node, ast.Name) else self.value(node)
+        value = read(node.id, True) if isinstance(node, ast.Name) else self._value(node, read)
         if np.asarray(value).dtype != np.bool_:
-            raise self.error(node, "is a number, not a condition", "compare it with a value")
+            raise self._error(node, "is a number, not a condition", "compare it with a value")
         return value
 
-    def number(self, node: ast.expr) -> Any:
+    def _number(self, node: ast.expr, read: Read) -> Any:
         """Return a node's numbers; bools of a field count as 0 and 1. Raises `SelectionError` for a condition."""
-        value = self.column(node.id, False) if isinstance(node, ast.Name) else self.value(node)
+        value = read(node.id, False) if isinstance(node, ast.Name) else self._value(node, read)
         if isinstance(node, ast.Name) and not _numeric(value):
-            raise self.error(node, "is a text", "compare it with texts in quotes by ==, !=, in or not in")
+            raise self._error(node, "is a text", "compare it with texts in quotes by ==, !=, in or not in")
         if np.asarray(value).dtype != np.bool_:
             return value
         if not isinstance(node, ast.Name | ast.Constant):
-            raise self.error(node, "is a condition, not a number", "join conditions with and, or, not")
+            raise self._error(node, "is a condition, not a number", "join conditions with and, or, not")
         return value.astype(np.int64) if isinstance(value, np.ndarray) else value
 
-    def value(self, node: ast.expr) -> Any:
+    def _value(self, node: ast.expr, read: Read) -> Any:
         """Return the bools or numbers of a node other than a name."""
         result: Any
         match node:
             case ast.BoolOp(op=op, values=values):
                 join = np.logical_and if isinstance(op, ast.And) else np.logical_or
-                result = reduce(join, map(self.condition, values))
+                result = reduce(join, (self._condition(value, read) for value in values))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                result = np.logical_not(self.condition(operand))
+                result = np.logical_not(self._condition(operand, read))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                result = _compute(ast.Sub(), 0, self.number(operand))
+                result = _compute(ast.Sub(), 0, self._number(operand, read))
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-                result = +self.number(operand)
+                result = +self._number(operand, read)
             case ast.BinOp(op=op, left=left, right=right) if type(op) in _ARITHMETIC:
-                result = _compute(op, self.number(left), self.number(right))
+                result = _compute(op, self._number(left, read), self._number(right, read))
             case ast.Compare() if wanted := {str(value.value) for value in _texts(node)}:
-                column = self.column(_compared_field(node, self.text)[0], False)
+                column = read(_compared_field(node, self.text)[0], False)
                 if _numeric(column):  # only while parsing, before `with_values`
                     return column == 0
                 either = {*wanted, *(text.encode("utf-8", "surrogatepass") for text in wanted)}
                 found = np.fromiter((item in either for item in column), np.bool_, len(column))
                 result = ~found if isinstance(node.ops[0], ast.NotEq | ast.NotIn) else found
             case ast.Compare():
-                result = self.compare(node)
+                result = self._compare(node, read)
             case ast.Constant(value=bool() | int() | float() as result):
                 pass
             case _:
-                raise self.error(node, "is not understood", GRAMMAR)
+                raise self._error(node, "is not understood", GRAMMAR)
         return result
 
-    def compare(self, node: ast.Compare) -> Any:
+    def _compare(self, node: ast.Compare, read: Read) -> Any:
         """Return whether all comparisons of a chain are true."""
         result: Any = True
-        left = self.number(node.left)
+        left = self._number(node.left, read)
         for op, right in zip(node.ops, node.comparators, strict=True):
             if type(op) in _COMPARISONS:
-                value = self.number(right)
+                value = self._number(right, read)
                 result = np.logical_and(result, _COMPARISONS[type(op)](left, value))
                 left = value
                 continue
             if not isinstance(op, ast.In | ast.NotIn) or not isinstance(right, ast.Tuple | ast.List | ast.Set):
-                raise self.error(right, "is not a list of numbers", "write in (1, 2, 3)")
+                raise self._error(right, "is not a list of numbers", "write in (1, 2, 3)")
             if any(isinstance(part, ast.Name) for part in ast.walk(right)):
-                raise self.error(right, "has a field inside a list", "compare the fields with ==")
-            equal = [left == self.number(element) for element in right.elts]
+                raise self._error(right, "has a field inside a list", "compare the fields with ==")
+            equal = [left == self._number(element, read) for element in right.elts]
             contained = reduce(np.logical_or, equal, np.zeros(np.shape(left), np.bool_))
             result = np.logical_and(result, np.logical_not(contained) if isinstance(op, ast.NotIn) else contained)
         return result
 
-    def error(self, node: ast.expr, problem: str, remedy: str) -> SelectionError:
+    def _error(self, node: ast.expr, problem: str, remedy: str) -> SelectionError:
         """Return an error that quotes a node."""
         return SelectionError(f"{_source(node, self.text)!r} in where= {problem}", remedy)
 

@@ -26,7 +26,6 @@ from streamloader.order.anchors import (
     LEAST_CELLS,
     Anchors,
     Axis,
-    CellAxis,
     anchor_runs,
     choose_cells,
     expand_anchors,
@@ -605,7 +604,7 @@ def _axes(opened: OpenedArrays, columns: Mapping[str, RegionColumn], samples: Ax
     having = {dim: [column for column in columns.values() if dim in column.lengths] for dim in lengths}
     chunks = {dim: max(_reference_chunk(column, dim, lengths[dim]) for column in having[dim]) for dim in lengths}
     volume = sum(_element_bytes(column, lengths) for column in columns.values())
-    cells = choose_cells([CellAxis(a.length, chunks[a.name], a.stride, a.reach) for a in found], volume)
+    cells = choose_cells([replace(axis, cell=chunks[axis.name]) for axis in found], volume)
     count = prod(-(-axis.length // cell) for axis, cell in zip(found, cells, strict=True))
     if count > MAX_CELLS:
         problem = f"{count} boxes of chunks of {next(iter(columns))!r} are more than {MAX_CELLS}"
