@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from streamloader.engine.dataset import EpochPlan
 from streamloader.errors import StateError, UsageError, WorldError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import Share, World
-from streamloader.order.state import NO_GAPS, STATE_FORMAT, Gap, Gaps, RunState, SourceIdentity
+from streamloader.order.schedule import Gap, Share, World, skip_steps
+from streamloader.order.state import STATE_FORMAT, RunState, SourceIdentity
 from streamloader.pytorch.dataset import StreamingDataset
 
 SOURCE = SourceIdentity("abc", "train", None, 10, OrderParams(4, 2, 8))
@@ -146,24 +146,24 @@ def dataset(url: str, batch_size: int | None = 16, world: tuple[int, int] = (0, 
 
 
 @st.composite
-def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int], Gaps]:
+def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int]]:
     """A run, and steps of its epoch to leave out: those that `position` is a step of."""
     share, position = draw(runs())
     count = share.global_steps(position)
     left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12))) if count else set()
-    return share, position, left_out, Gaps.of_steps(share.epoch, left_out, position, share.global_batch)
+    return share.skipping(skip_steps(share.epoch, left_out, position, share.global_batch)), position, left_out
 
 
 @settings(max_examples=150, deadline=None)
 @given(gapped(), st.integers(1, 5))
 def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
-    share, position, left_out, gaps = run
+    share, position, left_out = run
     wanted = [plan.samples.tolist() for step, plan in enumerate(share.plans(position)) if step not in left_out]
     engine = Engine()
-    plan = EpochPlan(share=share, position=position, seed=share.order.seed, gaps=gaps)
+    plan = EpochPlan(share=share, position=position, seed=share.order.seed)
     assert [made.samples.tolist() for made in engine.run(plan.batches())] == wanted
     assert engine.most_live <= share.slots_needed()
-    assert gaps.steps(share, share.epoch, position) == len(wanted)
+    assert share.count_steps(position) == len(wanted)
     rows = [made.samples.tolist() for made in plan._replace(steps_at_once=at_once).batches(7)]
     assert flat(rows) == flat(wanted)
 
@@ -171,30 +171,31 @@ def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, a
 @settings(max_examples=150, deadline=None)
 @given(gapped())
 def test_a_state_passes_gaps_and_records_them(run):
-    share, position, left_out, gaps = run
+    share, position, left_out = run
     run = changed(num_samples=share.num_samples)
     start = replace(run, epoch=share.epoch, position=position)
     left = [step for step in range(share.global_steps(position)) if step not in left_out]
     cursor = start
     for taken in range(1, len(left) + 1):
-        cursor = cursor.advance(1, share, gaps)
-        assert cursor == start.advance(taken, share, gaps)
+        cursor = cursor.advance(1, share)
+        assert cursor == start.advance(taken, share)
         if taken < len(left):
             assert (cursor.epoch, cursor.position) == (share.epoch, position + left[taken] * share.global_batch)
     assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
     if left:
-        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.entries)
+        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, share.gaps)
     with pytest.raises(UsageError, match="past the end"):
-        start.advance(len(left) + 1, share, gaps)
+        start.advance(len(left) + 1, share)
 
 
 def test_a_run_that_begins_within_a_gap_begins_after_it():
-    gaps = Gaps((Gap(0, 10, 30), Gap(0, 40, 50), Gap(1, 0, 10)))
-    assert list(gaps.parts(0, 20)) == [(30, 40), (50, None)]
-    assert gaps.walk(0, 20, 0, 10) == 30
-    assert gaps.walk(0, 20, 1, 10) == 50
-    assert gaps.after(0) == Gaps((Gap(1, 0, 10),))
-    assert list(NO_GAPS.parts(3, 7)) == [(7, None)]
+    share = share_of(100, 10, World(0, 1), "pad")
+    assert list(share.parts(7)) == [(7, None)]
+    share = share.skipping((Gap(0, 10, 30), Gap(0, 40, 50), Gap(1, 0, 10)))
+    assert list(share.parts(20)) == [(30, 40), (50, None)]
+    assert share.walk(20, 0) == 30
+    assert share.walk(20, 1) == 50
+    assert list(share.at_epoch(1).parts(0)) == [(10, None)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -20,8 +20,8 @@ from leaks import uncollected
 from torch.utils.data import DataLoader
 from transform_tasks import slow
 
-from streamloader.engine.engine import Pipeline
 from streamloader.engine import residence
+from streamloader.engine.engine import Pipeline
 from streamloader.engine.residence import variable_column
 from streamloader.engine.stages import Batch
 from streamloader.errors import (

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import BatchPlan, Compute, Need
-from streamloader.order.state import NO_GAPS, Gaps
+from streamloader.order.schedule import BatchPlan, Compute, EpochShare, Need
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
@@ -23,7 +22,6 @@ from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
 from streamloader.zarr.reader import ArrayRun
 
 if TYPE_CHECKING:
-    from streamloader.order.mixture import EpochShare
     from streamloader.order.selection import Selection
 
 THREADS = 8
@@ -153,8 +151,8 @@ class SampleNumbers:
 class EpochPlan(NamedTuple):
     """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
-    `gaps`: the skipped steps of this epoch and later ones. `seed` keys the random numbers of crops and transforms,
-    with epoch and position. `held`: every field is resident, so plans contain no blocks.
+    `seed` keys the random numbers of crops and transforms, with epoch and position. `held`: every field is resident, so
+    plans contain no blocks.
     """
 
     share: EpochShare
@@ -162,7 +160,6 @@ class EpochPlan(NamedTuple):
     seed: int
     steps_at_once: int = 1
     numbers: SampleNumbers = SampleNumbers()
-    gaps: Gaps = NO_GAPS
     held: bool = False
 
     @property
@@ -172,19 +169,17 @@ class EpochPlan(NamedTuple):
 
     def following(self) -> EpochPlan:
         """Return the pass over the next epoch."""
-        epoch = self.share.epoch
-        share = self.share.at_epoch(epoch + 1)
-        return self._replace(share=share, position=0, gaps=self.gaps.after(epoch))
+        return self._replace(share=self.share.at_epoch(self.share.epoch + 1), position=0)
 
     def batches(self, first_ticket: int = 0, compute: Compute | None = None) -> Iterator[BatchPlan]:
         """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
 
-        `compute`: as in `Part.plans`.
+        `compute`: as in `EpochShare.plans`.
 
         Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
         """
         ticket = first_ticket
-        for start, stop in self.gaps.parts(self.share.epoch, self.position):
+        for start, stop in self.share.parts(self.position):
             begin = min(start, self.share.num_samples)
             given = begin, stop, self.steps_at_once, ticket
             for plan in self.share.plans(*given, held=self.held, compute=compute):

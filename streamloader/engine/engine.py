@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamloader.engine.blocks import Memory, residence_of
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
@@ -35,13 +35,10 @@ from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.options import MIB
-from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need, Share
+from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Need, Share
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take, trim_heaps
 from streamloader.zarr.columns import wider_block
-
-if TYPE_CHECKING:
-    from streamloader.order.mixture import EpochShare
 
 # How long a new pass waits for the threads of the previous pass before it allocates its own memory.
 JOIN_SECONDS = 0.2

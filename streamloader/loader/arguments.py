@@ -22,8 +22,8 @@ from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import Part
-from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
+from streamloader.order.schedule import EpochShare, skip_other_steps, skip_steps
+from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
@@ -303,7 +303,7 @@ def _count_chunks(samples: NDArray[np.int64], chunk: int) -> int:
     return count
 
 
-def check_share(share: Part) -> None:
+def check_share(share: EpochShare) -> None:
     """Raise `BatchError` if `remainder='drop'` drops the only step."""
     if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
         step = f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples per step"
@@ -419,8 +419,8 @@ def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
     return steps_by_epoch
 
 
-def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part) -> Gaps:
-    """Return the positions of the steps to skip, from the epoch of `start` on.
+def skip(skips: Mapping[int, Sequence[int]], start: RunState, share: EpochShare) -> EpochShare:
+    """Return the share without the steps to skip, from the epoch of `start` on.
 
     Raises `UsageError` for a step that the epoch does not have, for an epoch without other steps, and with several
     DataLoader workers, since each of their batches is a part of several steps.
@@ -428,7 +428,7 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part
     if skips and start.workers > 1:
         remedy = "give num_workers= to the dataset, not to DataLoader"
         raise UsageError(f"skip_steps with {start.workers} DataLoader workers", remedy)
-    gaps = NO_GAPS
+    gaps = share.gaps
     for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):
         offset = start.position % share.global_batch if epoch == start.epoch else 0
         count, last = share.global_steps(offset), skips[epoch][-1]
@@ -436,13 +436,15 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part
             raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count} steps", "leave it out")
         if len(skips[epoch]) == count:
             raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
-        gaps += Gaps.of_steps(epoch, skips[epoch], offset, share.global_batch)
-    return gaps
+        gaps += skip_steps(epoch, skips[epoch], offset, share.global_batch)
+    return share.skipping(gaps)
 
 
-def gaps_around(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
-    """Return the positions of all other steps of an epoch. Raises `UsageError` for a step that it does not have."""
+def skip_all_but(steps: Sequence[int], offset: int, share: EpochShare) -> EpochShare:
+    """Return the share with these steps of its epoch only. Raises `UsageError` for a step that it does not have."""
     count = share.global_steps(offset)
     if not steps or steps[-1] >= count:
-        raise UsageError(f"steps {list(steps)[-3:]} of epoch {epoch}, which has {count} steps", "give other steps")
-    return Gaps.of_all_but(epoch, steps, count, offset, share.global_batch)
+        raise UsageError(
+            f"steps {list(steps)[-3:]} of epoch {share.epoch}, which has {count} steps", "give other steps"
+        )
+    return share.skipping(skip_other_steps(share.epoch, steps, count, offset, share.global_batch))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
 from streamloader.options import is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
-from streamloader.order.schedule import World
+from streamloader.order.schedule import EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
 from streamloader.stats import BatchReport, Stats
 from streamloader.storage.process import cpu_count, wait_for
@@ -49,9 +49,6 @@ REPEATED_EPOCH = (
     "epoch {} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches each time; "
     "let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped"
 )
-
-if TYPE_CHECKING:
-    from streamloader.order.mixture import EpochShare
 
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
@@ -324,7 +321,7 @@ class Loader:
         world = self._rank
         start = replace(self._start_of(self.epoch, workers), position=0, extra=0, workers=workers)
         shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
-        return [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
+        return [arguments.skip(self._skips, start, share).count_steps(0) for share in shares]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Raise `UsageError`: only iteration yields samples."""
@@ -378,7 +375,7 @@ class Loader:
         part = (number + start.extra) % count
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
-        gaps = arguments.choose_gaps(self._skips, start, share)
+        share = arguments.skip(self._skips, start, share)
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
         left = self._at.steps or int(self._in_worker)
@@ -394,7 +391,7 @@ class Loader:
                 warnings.warn(text, stacklevel=3)
         loaded = self._at.loaded and not self._at.steps
         self._start = start
-        self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra), gaps)
+        self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra))
         return self._at
 
     def set_epoch(self, epoch: int) -> None:
@@ -437,7 +434,7 @@ class Loader:
             start = self._start_of(epoch, workers)
             share = self._share(start, World(0, world.size * workers))
             start = start.with_workers(workers, world.size, share.batch)[0]
-            return start.advance(batches, share, arguments.choose_gaps(self._skips, start, share)).to_dict()
+            return start.advance(batches, arguments.skip(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
             raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
@@ -480,8 +477,8 @@ class Loader:
         start = self._start_of(epoch)
         share = self._share(start, world)
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
-        gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
-        return Pass(self, Cursor(start, share=share, gaps=gaps), advances=False)
+        chosen = arguments.read_steps("steps", {epoch: steps})[epoch]
+        return Pass(self, Cursor(start, share=arguments.skip_all_but(chosen, start.position, share)), advances=False)
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck."""
@@ -609,9 +606,9 @@ class Loader:
             state = self._settled(state)
             share = self._share(state, self._rank)
             state = state.with_workers(1, share.world.size, share.batch)[0]
-            gaps = arguments.choose_gaps(self._skips, state, share)
-            count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
-            state, batches = state.advance(count, share, gaps), batches - count
+            share = arguments.skip(self._skips, state, share)
+            count = min(batches, max(1, share.count_steps(state.position)))
+            state, batches = state.advance(count, share), batches - count
         return Cursor(state, total)
 
     def _start_pipeline(self, begin: Cursor) -> Pipeline:
@@ -624,6 +621,5 @@ class Loader:
                 seed=begin.start.seed,
                 steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share),
                 numbers=self._numbers,
-                gaps=begin.gaps,
             )
         )

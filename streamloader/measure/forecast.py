@@ -24,8 +24,8 @@ from streamloader.measure.arrays import (
 )
 from streamloader.options import Sampling, Shuffle
 from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
-from streamloader.order.mixture import EpochShare, MixShare
-from streamloader.order.schedule import Share, World
+from streamloader.order.mixture import MixShare
+from streamloader.order.schedule import EpochShare, Share, World
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent

@@ -26,10 +26,11 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
+    EpochShare,
+    Gap,
     Ints,
     Key,
     Need,
-    Part,
     Share,
     Span,
     World,
@@ -284,7 +285,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class MixShare(Part):
+class MixShare(EpochShare):
     """The part of an epoch of a mixture that one rank reads. Positions count from the start of the epoch.
 
     "pad" fills the last step with the next samples, which are not valid and come again in the next epoch. Mixtures do
@@ -296,6 +297,7 @@ class MixShare(Part):
     batch: int
     world: World
     remainder: Remainder
+    gaps: tuple[Gap, ...] = ()
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
@@ -392,7 +394,11 @@ class MixShare(Part):
         """Return the rank's part of another epoch."""
         return replace(self, epoch=epoch)
 
-    def need(self, steps_at_once: int) -> Need:
+    def skipping(self, gaps: tuple[Gap, ...]) -> MixShare:
+        """Return the same part with these gaps."""
+        return replace(self, gaps=gaps)
+
+    def need(self, steps_at_once: int = 1) -> Need:
         """Return the memory that a pass needs."""
         plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
         rows, slots = steps_at_once * self.batch, self.slots_needed(steps_at_once)
@@ -431,9 +437,6 @@ class MixShare(Part):
                 keys += [(source, epoch, *key) for key in reads.keys]
                 parts.append(reads._replace(start=reads.start + first_sample, stop=reads.stop + first_sample))
         return BlockReads(keys, *join_blocks(parts), block, row), [positions]
-
-
-EpochShare = Share | MixShare
 
 
 def _read_source(order: EpochOrder, unit: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:

@@ -1,7 +1,7 @@
 """The schedule of a rank: its positions of an epoch, its batches, and the blocks that each batch opens and closes.
 
-`World`, `Part` and `Share` implement rules 6, 7, 8 and 10 of the order. There is no I/O. numpy does the work per row;
-Python work is O(blocks) + O(batches).
+`World`, `EpochShare` and `Share` implement rules 6, 7, 8 and 10 of the order. There is no I/O. numpy does the work per
+row; Python work is O(blocks) + O(batches).
 
 A schedule is planned in spans of steps. Each span also examines a window of arrivals before and after it. So the first
 spans are short, which makes the first batch early, and later ones grow to about two windows, when half of the
@@ -45,12 +45,40 @@ class World:
         return World(self.rank + self.size * worker, self.size * workers)
 
 
-class Part:
+class Gap(NamedTuple):
+    """The positions [start, stop) of an epoch that a run skips: whole steps of that run."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+def skip_steps(epoch: int, steps: Collection[int], offset: int, global_batch: int) -> tuple[Gap, ...]:
+    """Return gaps that skip these steps of an epoch. Step i starts at `offset` + i * `global_batch`."""
+    gaps: list[Gap] = []
+    for step in sorted(set(steps)):
+        start = offset + step * global_batch
+        if gaps and gaps[-1].stop == start:
+            start = gaps.pop().start
+        gaps.append(Gap(epoch, start, offset + (step + 1) * global_batch))
+    return tuple(gaps)
+
+
+def skip_other_steps(epoch: int, steps: Collection[int], count: int, offset: int, global_batch: int) -> tuple[Gap, ...]:
+    """Return gaps that skip all of the `count` steps of an epoch except these. Steps start as in `skip_steps`."""
+    chosen = sorted(set(steps))
+    bounds = zip([0, *(step + 1 for step in chosen)], [*chosen, count], strict=True)
+    edges = [(offset + first * global_batch, offset + stop * global_batch) for first, stop in bounds]
+    return tuple(Gap(epoch, start, stop) for start, stop in edges if start < stop)
+
+
+class EpochShare:
     """The part of an epoch that one rank reads; the base of `Share` for a dataset and `MixShare` for a mixture.
 
     `num_samples`: positions of the epoch. `batch`: rows of the rank in a step. `remainder`: how the last, incomplete
     step ends. "pad" fills it with earlier samples, marked as not valid; "drop" leaves it out; "uneven" distributes its
-    samples. Steps count from the position where a run starts.
+    samples. Steps count from the position where a run starts. `gaps`: what the run skips of this epoch and others, in
+    order, with at least one step between two gaps of an epoch.
     """
 
     num_samples: int
@@ -58,6 +86,52 @@ class Part:
     batch: int
     world: World
     remainder: Remainder
+    gaps: tuple[Gap, ...]
+
+    def at_epoch(self, epoch: int) -> EpochShare:
+        """Return the rank's part of another epoch."""
+        raise NotImplementedError
+
+    def skipping(self, gaps: tuple[Gap, ...]) -> EpochShare:
+        """Return the same part with these gaps."""
+        raise NotImplementedError
+
+    def need(self, steps_at_once: int = 1) -> Need:
+        """Return the memory that a pass needs."""
+        raise NotImplementedError
+
+    def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
+        """Return a warning if blocks are read more than once, else "". `fresh`: the order can still be changed."""
+        raise NotImplementedError
+
+    def gaps_after(self, position: int) -> Iterator[Gap]:
+        """Yield the gaps of the epoch that end after a position."""
+        return (gap for gap in self.gaps if gap.epoch == self.epoch and gap.stop > position)
+
+    def parts(self, position: int) -> Iterator[tuple[int, int | None]]:
+        """Yield (start, stop) of each part between gaps, from a position to the end of the epoch (None)."""
+        for gap in self.gaps_after(position):
+            if position < gap.start:
+                yield position, gap.start
+            position = gap.stop
+        yield position, None  # beyond the end of the epoch if its last step is skipped
+
+    def walk(self, position: int, steps: int) -> int:
+        """Return the start of the next step after `steps` steps from a position on.
+
+        It is the end of the epoch or more if no step follows.
+        """
+        for gap in self.gaps_after(position):
+            before = max(0, gap.start - position) // self.global_batch
+            if steps < before:
+                break
+            steps -= before
+            position = gap.stop
+        return position + steps * self.global_batch
+
+    def count_steps(self, position: int) -> int:
+        """Return the number of steps from a position on, without those in gaps, in which this rank has a row."""
+        return sum(self.num_steps(start, stop) for start, stop in self.parts(position))
 
     @property
     def global_batch(self) -> int:
@@ -163,7 +237,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share(Part):
+class Share(EpochShare):
     """The part of an epoch of a dataset that one rank reads. `unit`: samples per fetch without shuffle.
 
     Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
@@ -174,6 +248,7 @@ class Share(Part):
     world: World
     remainder: Remainder
     unit: int = 1
+    gaps: tuple[Gap, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -195,6 +270,10 @@ class Share(Part):
         """Return the share of another epoch."""
         return replace(self, order=replace(self.order, epoch=epoch))
 
+    def skipping(self, gaps: tuple[Gap, ...]) -> Share:
+        """Return the same share with these gaps."""
+        return replace(self, gaps=gaps)
+
     @cached_property
     def divides(self) -> bool:
         """Whether the world size divides the lanes, so that every lane is read by one rank."""
@@ -206,7 +285,7 @@ class Share(Part):
         return self.order.shuffle and self.divides
 
     def num_steps(self, position: int, stop: int | None = None) -> int:
-        """Return the number of steps as `Part` does. With "uneven", this rank may have no row in the last one."""
+        """Return the number of steps as `EpochShare` does. With "uneven", this rank may have no row in the last one."""
         steps = super().num_steps(position, stop)
         if stop is None and steps and self.remainder == "uneven":
             return steps - (self.positions(position + (steps - 1) * self.global_batch).size == 0)
@@ -372,7 +451,7 @@ def call_each(function: Callable[..., Any], arguments: Iterable[Sequence[Any]], 
     return starmap(function, arguments)
 
 
-def read_span(share: Part, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
+def read_span(share: EpochShare, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
     """Return `share.read(span, live)`."""
     return share.read(span, live)
 
@@ -420,7 +499,7 @@ class Span(NamedTuple):
     last: bool
 
 
-def cut_spans(share: Part, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
+def cut_spans(share: EpochShare, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
     """Yield spans of `steps` steps, short ones first, then of about `share.span_steps` steps.
 
     The last two steps are in one span, since padding repeats rows of the last but one.
@@ -649,6 +728,6 @@ class Need(NamedTuple):
     held_plan_bytes: int
 
 
-def ahead_bytes(share: Part) -> int:
+def ahead_bytes(share: EpochShare) -> int:
     """Return the bytes of the plans that are made before their batches are assembled."""
     return ROW_BYTES * min(PLANNED_ROWS + LOOK_AHEAD_ROWS, 2 * (share.num_samples // share.world.size + share.batch))

@@ -1,11 +1,11 @@
 """The state of a run over a dataset or a mixture, as JSON values that any world size can resume from (rules 9 and 10).
 
-`Gaps` are the steps that a run skips, and a `Cursor` is how far a pass is.
+A `Cursor` is how far a pass is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise, repeat
 from math import gcd
@@ -15,87 +15,10 @@ from zlib import crc32
 from streamloader.errors import BatchError, StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams, params_for_world
-from streamloader.order.schedule import Part, Share, World
+from streamloader.order.schedule import EpochShare, Gap, Share, World
 
 if TYPE_CHECKING:  # imported on demand, since most runs have no mixture
-    from streamloader.order.mixture import EpochShare, Mix, Phase, Stop
-
-
-class Gap(NamedTuple):
-    """The positions [start, stop) of an epoch that a run skips: whole steps of that run."""
-
-    epoch: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """The gaps of one or more epochs, in order, with at least one step between two gaps of an epoch."""
-
-    entries: tuple[Gap, ...] = ()
-
-    @classmethod
-    def of_steps(cls, epoch: int, steps: Collection[int], offset: int, global_batch: int) -> Gaps:
-        """Return gaps that skip these steps of an epoch. Step i starts at `offset` + i * `global_batch`."""
-        gaps: list[Gap] = []
-        for step in sorted(set(steps)):
-            start = offset + step * global_batch
-            if gaps and gaps[-1].stop == start:
-                start = gaps.pop().start
-            gaps.append(Gap(epoch, start, offset + (step + 1) * global_batch))
-        return cls(tuple(gaps))
-
-    @classmethod
-    def of_all_but(cls, epoch: int, steps: Collection[int], count: int, offset: int, global_batch: int) -> Gaps:
-        """Return gaps that skip all of the `count` steps of an epoch except these. Steps start as in `of_steps`."""
-        kept = sorted(set(steps))
-        bounds = zip([0, *(step + 1 for step in kept)], [*kept, count], strict=True)
-        edges = [(offset + first * global_batch, offset + stop * global_batch) for first, stop in bounds]
-        return cls(tuple(Gap(epoch, start, stop) for start, stop in edges if start < stop))
-
-    def __add__(self, other: Gaps) -> Gaps:
-        return Gaps(self.entries + other.entries)
-
-    def after(self, epoch: int) -> Gaps:
-        """Return the gaps of later epochs."""
-        return Gaps(tuple(gap for gap in self.entries if gap.epoch > epoch))
-
-    def parts(self, epoch: int, position: int) -> Iterator[tuple[int, int | None]]:
-        """Yield (start, stop) of each part between gaps, from a position to the end of the epoch (None)."""
-        for gap in self._from(epoch, position):
-            if position < gap.start:
-                yield position, gap.start
-            position = gap.stop
-        yield position, None  # beyond the end of the epoch if its last step is skipped
-
-    def walk(self, epoch: int, position: int, steps: int, global_batch: int) -> int:
-        """Return the start of the next step after `steps` steps from a position on.
-
-        It is the end of the epoch or more if no step follows.
-        """
-        for gap in self._from(epoch, position):
-            before = max(0, gap.start - position) // global_batch
-            if steps < before:
-                break
-            steps -= before
-            position = gap.stop
-        return position + steps * global_batch
-
-    def steps(self, share: Part, epoch: int, position: int) -> int:
-        """Return the number of steps from a position on in which the share's rank has a row."""
-        return sum(share.num_steps(start, stop) for start, stop in self.parts(epoch, position))
-
-    def between(self, epoch: int, start: int, stop: int | None) -> tuple[Gap, ...]:
-        """Return the gaps of an epoch from `start` to `stop`, None for the end of the epoch."""
-        return tuple(gap for gap in self._from(epoch, start) if stop is None or gap.stop <= stop)
-
-    def _from(self, epoch: int, position: int) -> Iterator[Gap]:
-        """Yield the gaps of an epoch that end after a position."""
-        return (gap for gap in self.entries if gap.epoch == epoch and gap.stop > position)
-
-
-NO_GAPS = Gaps()
+    from streamloader.order.mixture import Mix, Phase, Stop
 
 
 STATE_FORMAT = 1
@@ -257,7 +180,7 @@ class RunState:
             return MixShare(self.mix(units), self.epoch, batch, world, self.remainder)
         source = self.sources[0]
         order = EpochOrder(source.num_samples, source.params, self.seed, self.epoch, self.shuffle)
-        return Share(order, batch, world, self.remainder, *units)
+        return Share(order, batch, world, self.remainder, units[0] if units else 1)
 
     def settled(self, global_batch: int, workers: int = 1, ranks: int = 1) -> RunState:
         """Return the state with its order fixed for steps of `global_batch` samples.
@@ -305,7 +228,7 @@ class RunState:
         phases, anchor = (*earlier, *phases_from(later, start, unit)), (self.epoch, start)
         return replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
 
-    def advance(self, batches: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
+    def advance(self, batches: int, share: EpochShare) -> RunState:
         """Return the state after `batches` more batches of every rank, at most to the end of the epoch.
 
         `share` is that of a consumer: a rank, or a DataLoader worker (whose world is `workers` times as large). After
@@ -314,22 +237,19 @@ class RunState:
         if not batches:
             return self
         rounds, extra = divmod(self.extra + batches, self.workers)
-        last, position = (
-            gaps.walk(self.epoch, self.position, count, share.global_batch) for count in (max(0, rounds - 1), rounds)
-        )
+        last, position = (share.walk(self.position, count) for count in (max(0, rounds - 1), rounds))
         if (rounds and not share.global_steps(last)) or (extra and not share.global_steps(position)):
             problem = f"{batches} batches from position {self.position} go past the end of the epoch"
             raise UsageError(problem, "advance by fewer batches")
         ranks, batch = (share.world.size // self.workers, share.batch) if extra else (0, 0)
-        return replace(self.moved(position, share, gaps), extra=extra, ranks=ranks, batch=batch)
+        return replace(self.moved(position, share), extra=extra, ranks=ranks, batch=batch)
 
-    def moved(self, position: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
-        """Return the state at a later position of this epoch, from `gaps.walk`; past the end, at the next epoch."""
+    def moved(self, position: int, share: EpochShare) -> RunState:
+        """Return the state at a later position of this epoch, from `share.walk`; past the end, at the next epoch."""
         ended = not share.global_steps(position)
-        skipped = (*self.skipped, *gaps.between(self.epoch, self.position, None if ended else position))
-        if ended:
-            return replace(self.next_epoch(), skipped=skipped)
-        return replace(self, position=position, skipped=skipped)
+        skipped = (gap for gap in share.gaps_after(self.position) if ended or gap.stop <= position)
+        state = self.next_epoch() if ended else replace(self, position=position)
+        return replace(state, skipped=(*self.skipped, *skipped))
 
     def next_epoch(self) -> RunState:
         """Return the state at the start of the next epoch."""
@@ -459,7 +379,6 @@ class Cursor(NamedTuple):
     loaded: bool = False
     share: EpochShare = None  # type: ignore[assignment]  # until a pass begins
     ahead: int = 0
-    gaps: Gaps = NO_GAPS
     steps: int = 0
 
     @property
@@ -470,14 +389,13 @@ class Cursor(NamedTuple):
     @property
     def position(self) -> int:
         """The global position of this consumer's next step."""
-        size = self.share.global_batch
-        return self.gaps.walk(self.start.epoch, self.start.position + self.ahead * size, self.steps, size)
+        return self.share.walk(self.start.position + self.ahead * self.share.global_batch, self.steps)
 
     @property
     def steps_left(self) -> int:
         """The number of steps of all ranks from this consumer's next one on."""
         share, size = self.share, self.share.global_batch
-        parts = self.gaps.parts(self.start.epoch, self.position)
+        parts = share.parts(self.position)
         return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
 
     @property
@@ -488,7 +406,7 @@ class Cursor(NamedTuple):
         share, position = self.share, self.position
         if self.ahead and share.global_steps(position):
             position -= self.ahead * share.global_batch
-        state = self.start.moved(position, share, self.gaps)
+        state = self.start.moved(position, share)
         if self.start.workers == 1:
             return state
         return replace(state, inside=True, ranks=share.world.size // self.start.workers, batch=share.batch)
