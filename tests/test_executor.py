@@ -30,7 +30,8 @@ from worker_tasks import workers_of
 
 import streamloader as sl
 from streamloader.engine.arena import PAGE, RETURNED_BYTES, Arena
-from streamloader.engine.executor import LEAST_CORES, MOVED_BYTES, Callback, Executor, choose_workers
+from streamloader.engine.executor import LEAST_CORES, Executor, choose_workers
+from streamloader.engine.messages import MOVED_BYTES, Callback
 from streamloader.errors import EngineError
 
 BOTH = pytest.mark.parametrize("workers", [0, 1])

@@ -28,7 +28,8 @@ MANY_ARGUMENTS = {
 
 # module state that changes, each documented where it stands
 CHANGING_STATE = {
-    "engine/executor.py": "the workers of this process; what a worker was sent; the arena of arrays in messages",
+    "engine/executor.py": "what a thread runs next",
+    "engine/messages.py": "what a worker was sent, and what the messages of a thread refer to",
     "engine/transform.py": "the generators of numpy and Python, which a worker's process has once",
     "storage/process.py": "inherited clients; whether this process, or one it was forked from, has used obstore",
     "conversion/sources/ranged_io.py": "where the last part of a compressed file stopped, else each unpacks it again",
@@ -75,7 +76,7 @@ UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried f
 BY_VALUE = "the caller's object goes to our workers: multiprocessing would hand torch's tensors over as shared memory"
 IN_ARENA = "arrays in shared memory are sent by reference, which multiprocessing cannot do"
 MAY_PICKLE = {
-    "engine/executor.py": IN_ARENA,
+    "engine/messages.py": IN_ARENA,
     "engine/transform.py": UNPICKLABLE,
     "conversion/sources/objects.py": BY_VALUE,
 }

@@ -76,7 +76,7 @@ def servers_of(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             for child in (task / "children").read_text().split():
-                if b"streamloader.engine.executor" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"streamloader.engine.workers" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found
 

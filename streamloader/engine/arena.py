@@ -43,7 +43,20 @@ class _Allocation(weakref.ref[Bytes]):
     span: tuple[int, int]
 
 
-class Arena:
+class MappedMemory:
+    """The bytes of a mapping: an arena, or that of another process."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.bytes: Bytes = np.frombuffer(mapping, np.uint8)
+        self.size, self.base = self.bytes.size, int(self.bytes.__array_interface__["data"][0])
+
+    def offset(self, array: NDArray[Any]) -> int | None:
+        """Return where the memory of an array begins in the mapping, None if it is elsewhere."""
+        offset = int(array.__array_interface__["data"][0]) - self.base
+        return offset if 0 <= offset < self.size else None
+
+
+class Arena(MappedMemory):
     """Allocates arrays of bytes in one mapping of `reserved` addresses. Thread-safe.
 
     An array's memory is free again once it and all arrays and tensors that share its memory are deleted.
@@ -53,9 +66,8 @@ class Arena:
         self.shared = shared
         self.descriptor = os.memfd_create("streamloader") if shared else -1
         self._lock = threading.RLock()
-        self._map, self.size = self._reserve()
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self.base = int(self.bytes.__array_interface__["data"][0])
+        self._map = self._reserve()
+        super().__init__(self._map)
         self._starts, self._sizes = [0], {0: self.size}  # of free ranges
         self._allocated: dict[int, _Allocation] = {}
         self._deleted: deque[_Allocation] = deque()  # appended to without the lock
@@ -67,7 +79,7 @@ class Arena:
         kind = weakref.ref(self._kind)
         os.register_at_fork(after_in_child=lambda: _forget(kind()))
 
-    def _reserve(self) -> tuple[mmap.mmap, int]:
+    def _reserve(self) -> mmap.mmap:
         """Map as many addresses as the system allows."""
         size = max(LEAST_RESERVED, RESERVED * machine_memory()) // PAGE * PAGE
         flags = mmap.MAP_SHARED if self.shared else mmap.MAP_PRIVATE | mmap.MAP_ANON
@@ -75,7 +87,7 @@ class Arena:
             try:
                 if self.shared:
                     os.truncate(self.descriptor, size)
-                return mmap.mmap(self.descriptor, size, flags=flags | MAP_NORESERVE), size
+                return mmap.mmap(self.descriptor, size, flags=flags | MAP_NORESERVE)
             except OSError:  # a limit of addresses (ulimit -v), or a system without overcommitment
                 if size <= LEAST_RESERVED >> 4:
                     raise
@@ -107,11 +119,6 @@ class Arena:
         """Return an uninitialized array. Raises `MemoryError`."""
         count = math.prod(shape)
         return self.allocate(count * np.dtype(dtype).itemsize).view(dtype)[:count].reshape(shape)
-
-    def offset(self, array: NDArray[Any]) -> int | None:
-        """Return where the memory of an array begins in the mapping, None if it is elsewhere."""
-        offset = int(array.__array_interface__["data"][0]) - self.base
-        return offset if 0 <= offset < self.size else None
 
     def span(self, buffer: memoryview) -> tuple[int, int]:
         """Return where a buffer of the arena begins, and its size."""

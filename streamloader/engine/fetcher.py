@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from streamloader.engine.arena import address
 from streamloader.engine.blocks import NO_SLOT, Memory
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.executor import Callback, Executor, Job, Threads, all_bytes, arena_bytes, in_worker
+from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.ledger import Ledger
+from streamloader.engine.messages import Callback, all_bytes, arena_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.engine.regions import BlockRegions
 from streamloader.engine.residence import Chunks, Rows, place_items

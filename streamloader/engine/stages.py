@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.blocks import Memory, Residence
-from streamloader.engine.executor import Callback, Calls, Executor, Job, OnError, Threads, Workers
+from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.gather import BoxCopy, Copy, copy_all, part_of
 from streamloader.engine.memory import LIVE_BATCHES
+from streamloader.engine.messages import Callback
 from streamloader.engine.residence import Chunks, PackedSteps, Rows
 from streamloader.engine.transform import (
     HeldTransform,

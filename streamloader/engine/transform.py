@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.executor import Executor, caller, script_of_this_process
+from streamloader.engine.executor import Executor
+from streamloader.engine.messages import caller, script_of_this_process, share_pickle
 from streamloader.errors import TransformError, UsageError, message
 from streamloader.format.values import as_array
 from streamloader.storage.process import is_interactive
@@ -237,7 +238,7 @@ def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -
         problem = f"num_workers={executor.workers} with a transform that other processes cannot load ({error})"
         remedy = "define it in a module, a .py file, that you import here, or use num_workers=0"
         raise UsageError(problem, remedy) from error
-    return executor.share_pickle(data, script_of_this_process() if is_of_script else None)  # type: ignore[no-any-return]
+    return share_pickle(data, script_of_this_process() if is_of_script else None)  # type: ignore[return-value]
 
 
 def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
