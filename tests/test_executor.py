@@ -500,6 +500,11 @@ def test_a_job_that_begins_while_its_connection_ends_runs_in_another_worker():
     assert run("lost") == [3, 3]
 
 
+def test_a_connection_is_not_closed_while_a_thread_sends():
+    """Its descriptor could be that of another connection before the thread sends."""
+    assert run("killed_while_sending") == {"result": 3, "closed": [False]}
+
+
 def test_a_forked_child_refuses_a_pass_of_its_parent_and_has_workers_of_its_own(data):
     found = run("forked", data(60))
     assert found["refused"] == "ForkError"

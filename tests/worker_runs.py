@@ -134,6 +134,26 @@ def lost() -> None:
     say([ended.get(timeout=60)[0] for _ in range(2)])
 
 
+def killed_while_sending() -> None:
+    """Kill a worker while a thread sends it a job, and show whether the connection was closed meanwhile."""
+    warnings.simplefilter("ignore")
+    executor = Executor(1)
+    executor.start()
+    executor.call(len, "")
+    channel, ended, closed = executor._calls._idle[0], SimpleQueue[Any](), []
+    send = channel.connection.send_bytes
+
+    def send_slowly(data: bytes) -> None:
+        kill(0)
+        time.sleep(0.3)  # in which the thread that receives finds the end of the connection
+        closed.append(channel.connection.closed)
+        send(data)
+
+    channel.connection.send_bytes = send_slowly
+    channel.begin(Job(len, ("abc",), lambda *end: ended.put(end)))
+    say({"result": ended.get(timeout=60)[0], "closed": closed})
+
+
 def forked(url: str) -> None:
     """Use a pass of the parent and a new dataset in a forked child; the parent goes on."""
     warnings.simplefilter("ignore")

@@ -354,7 +354,8 @@ class _Channel:
         self._failed: BaseException | None = None  # the first error of a callback
         self._prepare = calls.prepare
         self._ready = self._closed = self._lost = False
-        self._lock = threading.Lock()
+        # Of the descriptor too: one that is closed while another thread sends may be that of a new connection by then.
+        self._lock = threading.RLock()
         pool.watch(self.connection, self.receive)
 
     def begin(self, job: Job) -> None:
@@ -379,7 +380,7 @@ class _Channel:
             return
         self._callbacks = [*callbacks, Callback(self._allocate)]
         job.begins()
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             for value in shared:
                 if value.key not in self._known:
                     self._known.add(value.key)
@@ -400,7 +401,7 @@ class _Channel:
         except (EOFError, OSError):
             with self._lock:  # a thread may begin a job right now
                 self._lost, job, self._job = True, self._job, None
-            self._pool.forget(self.connection)
+                self._pool.forget(self.connection)
             self.calls.lost(self, job)
             return
         except Exception as error:  # noqa: BLE001 - a class of the user may raise anything when it is loaded
@@ -459,8 +460,9 @@ class _Channel:
     def _answer(self, ok: bool, value: Any) -> None:
         refer_to(self._pool.arena, self._moved)
         self._given = value
-        with suppress(OSError):
-            self.connection.send_bytes(dump((ok, value))[0])
+        data = dump((ok, value))[0]
+        with self._lock, suppress(OSError):
+            self.connection.send_bytes(data)
 
     def _allocate(self, size: int) -> tuple[int, NDArray[np.uint8]]:
         """Return memory for a large array of the result, and its number."""
@@ -473,7 +475,8 @@ class _Channel:
         The thread that receives closes the descriptor, which it may be reading.
         """
         self._closed, self._job, self._callbacks, self._given = True, None, [], None
-        with suppress(OSError), socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+        kind = socket.AF_UNIX, socket.SOCK_STREAM
+        with self._lock, suppress(OSError), socket.fromfd(self.connection.fileno(), *kind) as ours:
             ours.shutdown(socket.SHUT_RDWR)
 
 
