@@ -25,12 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchrun import TESTS, environment, run_python
-from transform_tasks import Odd
+from transform_tasks import Odd, slow
 from worker_tasks import workers_of
 
 import streamloader as sl
 from streamloader.engine.arena import PAGE, RETURNED_BYTES, Arena
-from streamloader.engine.executor import LEAST_CORES, Executor, choose_workers
+from streamloader.engine.executor import LEAST_CORES, MOST_COPYING, SLOW_TRANSFORM, Executor, choose_workers
 from streamloader.engine.messages import MOVED_BYTES, Callback
 from streamloader.errors import EngineError
 
@@ -362,23 +362,52 @@ def test_executors_that_a_thread_calls_in_turn_get_their_own_memory(executors):
 # ---- the number of workers
 
 
-@given(st.one_of(st.just("auto"), st.integers(0, 99)), st.integers(1, 256), st.booleans(), st.booleans())
-def test_the_number_of_workers_follows_from_the_choice_and_the_cores(choice, cores, in_worker, has_memory):
+@given(
+    choice=st.one_of(st.just("auto"), st.integers(0, 99)),
+    cores=st.integers(1, 256),
+    seconds=st.one_of(st.just(0.0), st.floats(0, 0.01)),
+    flags=st.fixed_dictionaries({"in_worker": st.booleans(), "computes": st.booleans()}),
+    has_memory=st.booleans(),
+)
+def test_the_number_of_workers_follows_from_the_choice_the_cores_and_the_work(
+    choice, cores, seconds, flags, has_memory
+):
     with pytest.MonkeyPatch.context() as patch:
         if not has_memory:
             patch.delattr(os, "memfd_create")
-        workers, reason = choose_workers(choice, cores, in_worker=in_worker)
-        fewer = choose_workers(choice, max(1, cores - 1), in_worker=in_worker)[0]
+        workers, reason = choose_workers(choice, cores, transform_seconds=seconds, **flags)
+        fewer = choose_workers(choice, max(1, cores - 1), transform_seconds=seconds, **flags)[0]
     assert reason
-    assert fewer <= workers
-    if in_worker or not has_memory:
+    is_slow = seconds >= SLOW_TRANSFORM
+    assert fewer <= workers or is_slow
+    if flags["in_worker"] or not has_memory:
         assert workers == 0
-        assert ("DataLoader" if in_worker else "memfd_create") in reason
+        assert ("DataLoader" if flags["in_worker"] else "memfd_create") in reason
     elif choice != "auto":
         assert (workers, "num_workers=" in reason) == (choice, True)
     else:
-        assert workers == (0 if cores < LEAST_CORES else cores - 1)
         assert str(cores) in reason
+        if cores < LEAST_CORES:
+            assert workers == (cores if is_slow and cores > 1 else 0)
+        else:
+            assert workers == (cores - 1 if flags["computes"] else min(cores - 1, MOST_COPYING))
+
+
+@pytest.mark.parametrize(("transform", "found"), [(slow, [0, 2, 2, 2]), (dict, [0, 0, 0, 0])])
+def test_a_slow_transform_gets_workers_from_the_second_pass_on(transform, found, data, monkeypatch):
+    monkeypatch.setattr("streamloader.loader.base.cpu_count", lambda: 2)
+    monkeypatch.setattr("streamloader.engine.executor.SLOW_TRANSFORM", 5e-3)  # this process may stand still
+    url = data(60, "label")
+    ds = sl.NumpyDataset(url, transform=transform, batch_size=10, num_workers="auto")
+    workers, passes = [], []
+    for _ in range(4):
+        passes.append([batch["label"].tolist() for batch in ds])
+        workers.append(ds.stats().workers)
+    assert workers == found
+    assert ds.stats().samples == 4 * 60, "the counters go on"
+    assert ("transform takes 1" in ds.stats().workers_reason) == (transform is slow)
+    plain = sl.NumpyDataset(url, batch_size=10, num_workers=0)
+    assert passes == [[batch["label"].tolist() for batch in plain] for _ in range(4)]
 
 
 def test_without_anonymous_shared_memory_threads_do_the_work_and_stats_say_why(data, monkeypatch):

@@ -60,10 +60,10 @@ PLANNED = 256
 class Engine:
     """Reads datasets with the same fields, in the process that created it. Loads resident fields once, in `start`."""
 
-    def __init__(self, datasets: Sequence[Dataset], config: LoaderConfig) -> None:
+    def __init__(self, datasets: Sequence[Dataset], config: LoaderConfig, counters: Counters) -> None:
         self.datasets = tuple(datasets)
         self.owner = Owner("threads of a loader")
-        self.counters = Counters()
+        self.counters = counters
         assert isinstance(config.workers, int)
         self.executor = Executor(config.workers, partial(self.counters.add, workers_replaced=1))
         self.run: Run | None = None

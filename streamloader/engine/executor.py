@@ -35,25 +35,41 @@ Workers = int | Literal["auto"]
 
 # A rank with fewer cores keeps them busy with threads of one process.
 LEAST_CORES = 4
+# More workers only read and copy faster than the parent plans: on 16 cores 8 of them are faster than 15.
+MOST_COPYING = 8
+# Seconds of a transform of one sample that pay for sending it to another process and back.
+SLOW_TRANSFORM = 1e-3
 
 
 def choose_workers(
-    choice: Workers, cores: int, urls: Iterable[str] = (), *, in_worker: bool = False
+    choice: Workers,
+    cores: int,
+    urls: Iterable[str] = (),
+    *,
+    in_worker: bool = False,
+    computes: bool = False,
+    transform_seconds: float = 0.0,
 ) -> tuple[int, str]:
     """Return the number of worker processes for a rank with this many cores that reads these URLs, and the reason.
 
-    `in_worker`: this process is a worker of a DataLoader.
+    `in_worker`: this process is a worker of a DataLoader. `computes`: images are decoded, chunks decompressed or
+    samples transformed. `transform_seconds`: what the transform of a sample has taken so far.
     """
-    if in_worker:
-        return 0, "DataLoader workers have none of their own"
-    if any(url.startswith("memory:") for url in urls):
-        return 0, "other processes cannot read memory:// URLs"
-    if not hasattr(os, "memfd_create"):
-        return 0, "this system has no anonymous shared memory (memfd_create)"
+    obstacles = {
+        "DataLoader workers have none of their own": in_worker,
+        "other processes cannot read memory:// URLs": any(url.startswith("memory:") for url in urls),
+        "this system has no anonymous shared memory (memfd_create)": not hasattr(os, "memfd_create"),
+    }
+    if any(obstacles.values()):
+        return 0, next(reason for reason, found in obstacles.items() if found)
     if choice != "auto":
         return choice, "num_workers= says so"
+    if 1 < cores < LEAST_CORES and transform_seconds >= SLOW_TRANSFORM:
+        return cores, f"the transform takes {1e3 * transform_seconds:.1f} ms for each sample, on {cores} cores"
     if cores < LEAST_CORES:
         return 0, f"threads of one process keep {cores} cores busy"
+    if cores > MOST_COPYING and not computes:
+        return MOST_COPYING, f"more of the {cores} cores would only wait, since nothing is decoded or transformed"
     return cores - 1, f"this rank has {cores} cores, and one is for training"
 
 

@@ -34,7 +34,7 @@ from streamloader.options import is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
-from streamloader.stats import BatchReport, Stats
+from streamloader.stats import BatchReport, Counters, Stats, quotient
 from streamloader.storage.process import cpu_count, wait_for
 
 REPEATED_ROUND = (
@@ -497,16 +497,32 @@ class Loader:
 
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
-        if self._cached_engine is None or not self._cached_engine.owner.here:
-            ranks_here = ranks_on_this_machine() * self._worker[1]
-            cores, choice = max(1, cpu_count() // ranks_here), self._config.workers
-            urls = [dataset.store.url for dataset in self._datasets]
-            workers, reason = choose_workers(choice, cores, urls, in_worker=self._in_worker)
-            config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors, workers=workers)
-            self._cached_engine = Engine(list(map(replace, self._datasets)), config)
-            self._cached_engine.counters.note(cores=workers or cores, workers=workers)
-            self._cached_engine.counters.workers_reason = reason
-        return self._cached_engine
+        engine = self._cached_engine
+        return engine if engine is not None and engine.owner.here else self._new_engine(Counters())
+
+    def _new_engine(self, counters: Counters) -> Engine:
+        """Return an engine with as many workers as now seem best, the present one if it has no fewer."""
+        engine, stats = self._cached_engine, counters.snapshot()
+        ranks_here = ranks_on_this_machine() * self._worker[1]
+        cores, config = max(1, cpu_count() // ranks_here), self._config
+        layouts = [layout for dataset in self._datasets for layout in dataset.layouts.values()]
+        workers, reason = choose_workers(
+            config.workers,
+            cores,
+            [dataset.store.url for dataset in self._datasets],
+            in_worker=self._in_worker,
+            computes=bool(config.decoders) or config.transform is not None or any(of.codec != "none" for of in layouts),
+            transform_seconds=quotient(stats.transform_seconds, stats.samples),
+        )
+        if engine is not None and engine.counters is counters and workers <= engine.executor.workers:
+            return engine
+        if engine is not None and engine.owner.here:
+            engine.close()
+        config = replace(config, ranks_here=ranks_here, tensors=self._tensors, workers=workers)
+        self._cached_engine = engine = Engine(list(map(replace, self._datasets)), config, counters)
+        counters.note(cores=workers or cores, workers=workers)
+        counters.workers_reason = reason
+        return engine
 
     @property
     def _worker(self) -> tuple[int, int]:
@@ -612,7 +628,7 @@ class Loader:
         return Cursor(state, total)
 
     def _start_pipeline(self, begin: Cursor) -> Pipeline:
-        engine = self._engine()
+        engine = self._new_engine(self._engine().counters)  # by now it is known how long the transform takes
         share = engine.widened(begin.share)
         return engine.start(
             EpochPlan(

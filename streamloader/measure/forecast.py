@@ -26,6 +26,7 @@ from streamloader.options import Sampling, Shuffle
 from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
 from streamloader.order.mixture import MixShare
 from streamloader.order.schedule import EpochShare, Share, World
+from streamloader.stats import Counters
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent
@@ -351,7 +352,7 @@ class Reads(NamedTuple):
 
 
 def _engine(loader: NumpyDataset | NumpyMixture, options: ForecastOptions) -> Engine:
-    return Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
+    return Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here), Counters())
 
 
 def _epoch(
