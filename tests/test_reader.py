@@ -86,7 +86,7 @@ def test_chunks_without_a_chosen_sample_are_read_only_where_they_are_small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streamloader.format.reader.GAP_BYTES", 0)
         assert all(run.num_samples <= layout.chunk for run in reader.runs_of(far))
-        assert [run.place for run in reader.runs_of(far, 7)] == [7, 8]
+        assert [run.first_row for run in reader.runs_of(far, 7)] == [7, 8]
     assert reader.runs_of(np.array([], np.int64)) == []
 
 

@@ -591,7 +591,7 @@ class SplitRun:
         return holes
 
 
-class Run:
+class JobRun:
     """Writes the missing shards of a job and publishes its datasets, while it holds the claim."""
 
     def __init__(self, job: Job, claim: publish.Claim, store: Store, options: RunOptions) -> None:
@@ -700,7 +700,7 @@ class Conversion:
                 preview = job.preview
                 return Report(store.url, preview.format, preview, manifests, preview.shards, preview.shards)
             with closing(claim_destination(store, job, existing, overwrite)) as claim:
-                return Run(job, claim, store, options).complete(executor, partial(self._check_source, job))
+                return JobRun(job, claim, store, options).complete(executor, partial(self._check_source, job))
 
     def plan(self) -> Job:
         """Open the source and plan the job."""

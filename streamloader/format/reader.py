@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
     `chunk` is the number of the first chunk within the shard; `sizes` (bytes, with checksum) and `crcs` are per chunk.
     `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
-    has their numbers in ascending order, and `place` is the number of selected samples before them.
+    has their numbers in ascending order, and `first_row` is the number of selected samples before them.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Run(NamedTuple):
     first_sample: int
     num_samples: int
     picks: NDArray[np.int64] | None = None
-    place: int = 0
+    first_row: int = 0
 
     @property
     def share(self) -> float:
@@ -93,11 +93,11 @@ def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
         base = run.first_sample if first is None else first
         yield from (ChunkRows(min(chunk, stop - start), start - base) for start in starts)
         return
-    base = run.place if first is None else first
+    base = run.first_row if first is None else first
     edges = np.searchsorted(run.picks, [*starts, stop]).tolist()
     for start, (low, high) in zip(starts, pairwise(edges), strict=True):
         rows = min(chunk, stop - start)
-        yield ChunkRows(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
+        yield ChunkRows(rows, run.first_row + low - base, None if high - low == rows else run.picks[low:high] - start)
 
 
 def read_index(store: Store, path: str, chunks: int) -> NDArray[np.uint64] | None:
@@ -171,11 +171,11 @@ class FieldReader:
         """Return whether `runs` needs no request, since the pages of the chunk table are cached."""
         return all(map(self.table.is_cached, range(start // self.layout.shard, -(-stop // self.layout.shard))))
 
-    def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
+    def runs_of(self, samples: NDArray[np.int64], first_row: int = 0) -> list[Run]:
         """Return the requests for selected samples, given by number in ascending order, with the `picks` of each.
 
-        Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `place` is the output row of the
-        first sample. Raises as `runs`.
+        Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `first_row` is the output row of
+        the first sample. Raises as `runs`.
         """
         sample_bytes = self.layout.stored / max(1, self.num_samples)
         chunk_bytes = max(1.0, self.layout.chunk * sample_bytes)
@@ -188,7 +188,7 @@ class FieldReader:
             for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, max_bytes):
                 first, last = np.searchsorted(samples, [run.first_sample, run.first_sample + run.num_samples]).tolist()
                 if last > first:  # otherwise `max_bytes` cut off a gap
-                    runs.append(run._replace(picks=samples[first:last], place=place + first))
+                    runs.append(run._replace(picks=samples[first:last], first_row=first_row + first))
         return runs
 
     def fetch(self, reader: RangeReader, run: Run, allocate: Allocate = empty_buffer) -> memoryview:

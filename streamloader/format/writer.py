@@ -24,7 +24,7 @@ from streamloader.storage import Store, open_store
 from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread, result_of, wait_for
 
 
-class Rows:
+class RowBuffer:
     """Collects the samples of a shard. The operating system provides the reserved memory only as rows are written.
 
     With `lists`, every column is a list, which may hold any values.
@@ -155,7 +155,7 @@ class Writer:
         self._closed = False
         self._count = 0
         self._probed = 0
-        self._rows = Rows(self._fields, 64)
+        self._rows = RowBuffer(self._fields, 64)
         self._store = open_store(url, storage_options)
         self._claim = begin(self._store, job_document("writer", self._fields), overwrite)
         self._uploads = Uploads(self._store, workers or cpu_count())
@@ -266,7 +266,7 @@ class Writer:
         decoded = {name: column_size(column) / max(1, len(column)) for name, column in probe.items()}
         self._geometry = choose_layouts(self._fields, sizes, codecs, self._declared, self._layout, decoded=decoded)
         rows = len(self._rows)
-        self._rows = Rows(self._fields, self._geometry.samples_per_shard)
+        self._rows = RowBuffer(self._fields, self._geometry.samples_per_shard)
         self._fill(self._geometry, probe, 0, rows)
         return self._geometry
 
@@ -282,4 +282,4 @@ class Writer:
     def _submit_shard(self) -> None:
         assert self._geometry is not None
         self._uploads.submit(self._geometry, self._rows.columns())
-        self._rows = Rows(self._fields, self._geometry.samples_per_shard)
+        self._rows = RowBuffer(self._fields, self._geometry.samples_per_shard)

@@ -93,7 +93,7 @@ class Axis:
         return self.first[segment] + (anchors - self.ends[segment] + self.count[segment]) * self.stride
 
 
-class Box(NamedTuple):
+class CellBox(NamedTuple):
     """Samples [start, stop) of a block that lie in one cell, and the elements [low, high) of each axis they read."""
 
     start: int
@@ -170,10 +170,10 @@ class Anchors:
             moves[number] = (drawn % steps.astype(np.uint64)).astype(np.int64) * axis.snap
         return moves
 
-    def boxes(self, start: int, stop: int) -> list[Box]:
+    def boxes(self, start: int, stop: int) -> list[CellBox]:
         """Return the boxes that the samples [start, stop) read, in order. O(stop - start).
 
-        Cells that follow each other along the first axis without a gap, with the same place on the others, share a box.
+        Cells that follow each other along the first axis without a gap, with the same index on the others, share a box.
         """
         samples = np.arange(start, stop, dtype=np.int64)
         index, anchors = self.locate(samples)
@@ -188,7 +188,7 @@ class Anchors:
             corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]
             last = [int(part.max()) + axis.reach for axis, part in zip(self.axes, corners, strict=True)]
             ends = tuple(min(axis.length, end) for axis, end in zip(self.axes, last, strict=True))
-            boxes.append(Box(start + low, start + high, tuple(int(part.min()) for part in corners), ends))
+            boxes.append(CellBox(start + low, start + high, tuple(int(part.min()) for part in corners), ends))
         return boxes
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.format.manifest import FieldLayout, OrderPin
-from streamloader.order.anchors import Anchors, Box, count_unused, runs_of
+from streamloader.order.anchors import Anchors, CellBox, count_unused, runs_of
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.store import RangeReader, Store
 from streamloader.zarr.cf import Unpacking
@@ -135,7 +135,7 @@ class RegionColumn:
         values = sum(prod(output.shape) for output in self.outputs) if self.rows is None else self.mean_row
         return int(values * np.dtype(self.dtype).itemsize)
 
-    def region(self, axes: Sequence[str], box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def region(self, axes: Sequence[str], box: CellBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
         if self.rows is not None:
             return (int(self.rows[box.low[0]]),), (int(self.rows[box.high[0]]),)
@@ -175,7 +175,7 @@ class ArrayFields:
         return tuple(axis.name for axis in self.anchors.axes)
 
     @cached_property
-    def boxes(self) -> Callable[[int, int], list[Box]]:
+    def boxes(self) -> Callable[[int, int], list[CellBox]]:
         """`Anchors.boxes`, cached: every column asks for the same blocks."""
         return lru_cache(BOX_CACHE)(self.anchors.boxes)
 
@@ -324,7 +324,7 @@ class RegionReader:
         """The bounds of all elements that samples read."""
         bounds = [axis.cell_bounds for axis in self.fields.anchors.axes]
         low, high = (tuple(int(ends[n]) for ends in ((a.min(), b.max()) for a, b in bounds)) for n in (0, 1))
-        return self.column.region(self.fields.axes, Box(0, 0, low, high))
+        return self.column.region(self.fields.axes, CellBox(0, 0, low, high))
 
     @cached_property
     def first_axis(self) -> int:
@@ -416,8 +416,8 @@ class RegionReader:
             picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
             first = self._bounds(member, each, low, high)[0]
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))
-        place = partial(reader.place, run, allocate=allocate)
-        found = [place(chunk, body, targets, member.unpacking) for chunk in run.chunks]
+        decode = partial(reader.decode_into, run, allocate=allocate)
+        found = [decode(chunk, body, targets, member.unpacking) for chunk in run.chunks]
         if not all(found):
             reader.check_exists()
         return found.count(False), found.count(True) * reader.array.chunk_bytes

@@ -47,7 +47,7 @@ class Coordinate:
     attributes: str = ""
 
     @cached_property
-    def _places(self) -> NDArray[np.float64]:
+    def _floats(self) -> NDArray[np.float64]:
         """The values, less the first known one if they are integers, so that differences are exact. NaN is missing."""
         assert self.values is not None
         if self.values.dtype.kind == "f":
@@ -61,14 +61,14 @@ class Coordinate:
         if self.values is None:
             return 1.0
         steps = self._steps(segments)[1]
-        steps = steps if steps.size else np.diff(self._places)
+        steps = steps if steps.size else np.diff(self._floats)
         steps = steps[np.isfinite(steps)]
         return float(np.quantile(steps, 0.5, method="nearest")) if steps.size else 1.0
 
     def _steps(self, segments: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the elements whose next one is in the same segment, and the differences of the two."""
         pairs, _ = expand_anchors(segments[:, 0], np.maximum(0, segments[:, 1] - segments[:, 0] - 1), 1)
-        return pairs, self._places[pairs + 1] - self._places[pairs]
+        return pairs, self._floats[pairs + 1] - self._floats[pairs]
 
     def gaps(self, segments: Ints) -> Ints:
         """Return the elements after a gap in one of the segments, int64 (n,); missing values are between two gaps.
@@ -109,15 +109,15 @@ class Coordinate:
 
     def _lasts(self, passed: NDArray[np.float64], duration: float) -> NDArray[np.bool_]:
         """Return which differences of values are a duration, but for the rounding of floats."""
-        floats = self.values if self.values is not None and self.values.dtype.kind == "f" else self._places
-        rounding = 2 * float(np.spacing(np.max(np.abs(floats), initial=0, where=np.isfinite(floats))))
+        numbers = self.values if self.values is not None and self.values.dtype.kind == "f" else self._floats
+        rounding = 2 * float(np.spacing(np.max(np.abs(numbers), initial=0, where=np.isfinite(numbers))))
         return np.asarray(np.abs(np.abs(passed) - duration) <= max(EXACT * duration, rounding))
 
     def keep_spans(self, spans: Iterable[Span], anchors: Ints) -> NDArray[np.bool_]:
         """Return whether the steps of a window have their durations, for windows at `anchors`."""
         kept = np.ones(anchors.size, np.bool_)
         for offset, count, step, duration in spans:
-            wrong = ~self._lasts(self._places[step:] - self._places[:-step], duration)
+            wrong = ~self._lasts(self._floats[step:] - self._floats[:-step], duration)
             rows = np.append(wrong, np.zeros(-wrong.size % step, np.bool_)).reshape(-1, step)
             before = np.append(np.zeros(step, np.int64), np.cumsum(rows, axis=0))  # wrong ones `step` apart before each
             kept &= before[anchors + offset] == before[anchors + offset + count * step]
@@ -125,7 +125,7 @@ class Coordinate:
 
     def keep_stride(self, first: Ints, anchors: Ints, stride: float) -> NDArray[np.bool_]:
         """Return whether each anchor is a multiple of a duration before or after the first one of its segment."""
-        passed = np.abs(self._places[anchors] - self._places[first])
+        passed = np.abs(self._floats[anchors] - self._floats[first])
         return self._lasts(passed - np.round(passed / stride) * stride + stride, stride)
 
     def times(self, what: str = "", remedy: str = "select elements by their numbers") -> tuple[Ints, Calendar]:

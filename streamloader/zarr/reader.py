@@ -234,7 +234,7 @@ class ArrayReader:
             def attempt() -> None:
                 body = self._store.retries.call(lambda: self.fetch(self._store.reader(), run))
                 for chunk in run.chunks:
-                    self.place(run, chunk, body, targets, unpacking)
+                    self.decode_into(run, chunk, body, targets, unpacking)
 
             reread(attempt)
 
@@ -242,7 +242,7 @@ class ArrayReader:
         boxes = [(target.first, end) for target, end in zip(targets, ends, strict=True)]
         run_all(load, self.runs(self.places(boxes)), READ_THREADS)
 
-    def place(
+    def decode_into(
         self,
         run: ArrayRun,
         chunk: StoredChunk,

@@ -32,7 +32,7 @@ from streamloader.conversion.sources.files import Listing, field_names, head, re
 from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
-from streamloader.format.writer import Rows
+from streamloader.format.writer import RowBuffer
 from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.optional import ipc, pa, pq
 from streamloader.storage.process import run_all
@@ -161,7 +161,7 @@ class Tables:
         """
         store, keys = self.store, self.keys
         read = arrow_types.read_values if self.mapped else arrow_types.read_columns
-        out = Rows(self.fields, 0, self.mapped)
+        out = RowBuffer(self.fields, 0, self.mapped)
         position = 0
         for (table, selected), first, batch in self._batches():
             start, stop = np.searchsorted(selected, (first, first + batch.num_rows)).tolist()
@@ -176,7 +176,7 @@ class Tables:
             good, values = len(rows) - len(bad), path_keys(table.info.path) if keys else {}
             columns |= {name: [values[key].encode(errors="replace")] * good for name, key in keys.items()}
             if not len(out):  # reserved only now: the schema alone does not prove the size of a row
-                out = Rows(self.fields, sum(len(rows) for _, rows in self.cuts), self.mapped)
+                out = RowBuffer(self.fields, sum(len(rows) for _, rows in self.cuts), self.mapped)
             out.extend(columns, 0, good)
             position += len(rows)
         return out.columns()

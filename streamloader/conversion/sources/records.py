@@ -21,7 +21,7 @@ from streamloader.errors import FieldError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_value
-from streamloader.format.writer import Rows
+from streamloader.format.writer import RowBuffer
 from streamloader.storage.objects import ObjectInfo
 
 PROBED = 64  # samples from which fields are inferred: enough to notice lists of different lengths
@@ -249,7 +249,7 @@ class SampleFields:
 
 
 def _read_checked(records: RecordFragment, fields: SampleFields, capacity: int, on_bad: OnBad) -> dict[str, Column]:
-    rows = Rows(fields.fields, capacity, fields.mapped)
+    rows = RowBuffer(fields.fields, capacity, fields.mapped)
     for position, name, sample in records(on_bad):
         try:
             rows.add(fields.values(sample, name))

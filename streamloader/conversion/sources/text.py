@@ -32,7 +32,7 @@ from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_column
-from streamloader.format.writer import Rows
+from streamloader.format.writer import RowBuffer
 from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.optional import arrow_csv, need, pa, pc
 from streamloader.storage.process import run_all
@@ -375,7 +375,7 @@ def read_table(pieces: Sequence[BlockRows], table: Table, on_bad: OnBad) -> dict
 
     Raises `SourceError`, `SourceChangedError`, or `UsageError` if pyarrow is not installed.
     """
-    rows = Rows(table.fields, sum(len(piece.rows) for piece in pieces), table.mapped)
+    rows = RowBuffer(table.fields, sum(len(piece.rows) for piece in pieces), table.mapped)
     position = 0
     for records in read_blocks(pieces):
         for columns in _good_columns(records, table, position, on_bad):
