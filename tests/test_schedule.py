@@ -117,7 +117,7 @@ def test_replay_gives_the_samples_of_the_positions_within_the_slots(run, steps_a
 def test_plans_of_resident_fields_name_no_blocks_and_the_same_samples(run, steps_at_once):
     share, start = run
     for plain, held in zip(
-        *(share.plans(start, None, steps_at_once, held=held) for held in (False, True)), strict=True
+        *(share.plans(start, None, steps_at_once, resident=resident) for resident in (False, True)), strict=True
     ):
         assert (held.step, held.needs, held.done) == (plain.step, (), ())
         for name in ("samples", "positions", "valid"):

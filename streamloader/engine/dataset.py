@@ -151,7 +151,7 @@ class SampleNumbers:
 class EpochPlan(NamedTuple):
     """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
-    `seed` keys the random numbers of crops and transforms, with epoch and position. `held`: every field is resident, so
+    `seed` keys the random numbers of crops and transforms, with epoch and position. `resident`: every field is, so
     plans contain no blocks.
     """
 
@@ -160,7 +160,7 @@ class EpochPlan(NamedTuple):
     seed: int
     steps_at_once: int = 1
     numbers: SampleNumbers = SampleNumbers()
-    held: bool = False
+    resident: bool = False
 
     @property
     def need(self) -> Need:
@@ -182,7 +182,7 @@ class EpochPlan(NamedTuple):
         for start, stop in self.share.parts(self.position):
             begin = min(start, self.share.num_samples)
             given = begin, stop, self.steps_at_once, ticket
-            for plan in self.share.plans(*given, held=self.held, compute=compute):
+            for plan in self.share.plans(*given, resident=self.resident, compute=compute):
                 ticket += len(plan.needs)
                 samples = self.numbers.among_all(plan.samples)
                 yield plan if samples is plan.samples else plan._replace(samples=samples)

@@ -106,7 +106,7 @@ class Engine:
         # before other threads start, since it raises for an invalid transform
         fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
         stages = Stages(options, memory, self.executor, fetcher.fail)
-        planned = plans(plan._replace(held=not streamed), self.executor.map, endless=endless)
+        planned = plans(plan._replace(resident=not streamed), self.executor.map, endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
         self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
         return self.run.next_pass()
@@ -233,7 +233,7 @@ class Engine:
             fields,
             slots=need.slots,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
-            index_bytes=index + (need.held_plan_bytes if held else need.plan_bytes),
+            index_bytes=index + (need.resident_plan_bytes if held else need.plan_bytes),
         )
 
 

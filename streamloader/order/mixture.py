@@ -404,7 +404,7 @@ class MixShare(EpochShare):
         rows, slots = steps_at_once * self.batch, self.slots_needed(steps_at_once)
         return Need(max(params.block for params in self.mix.fetches), slots, rows, plan_bytes, plan_bytes)
 
-    def read_held(self, span: Span) -> list[tuple[Ints, Ints]]:
+    def read_samples(self, span: Span) -> list[tuple[Ints, Ints]]:
         """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""
         sources, source_positions, positions = self.rows(span.begin, span.steps)
         samples = np.empty(sources.size, np.int64)

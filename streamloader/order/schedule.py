@@ -169,7 +169,7 @@ class EpochShare:
         """Return the positions of a span's rows in parts."""
         raise NotImplementedError
 
-    def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
+    def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts, each with the rows of one or more plans."""
         raise NotImplementedError
 
@@ -184,7 +184,7 @@ class EpochShare:
             problem = f"no step starts at position {position}: the epoch has {steps}"
             raise UsageError(problem, f"ask for a step below {self.global_steps(0)}")
         span = Span(0, 1, 1, position, position + self.global_batch, last=False)
-        return np.concatenate([samples for _, samples in self.read_held(span)])
+        return np.concatenate([samples for _, samples in self.read_samples(span)])
 
     def plans(
         self,
@@ -193,16 +193,16 @@ class EpochShare:
         steps_at_once: int = 1,
         ticket: int = 0,
         *,
-        held: bool = False,
+        resident: bool = False,
         compute: Compute | None = None,
     ) -> Iterator[BatchPlan]:
         """Yield the plans of the rank's batches from a position to `stop`, or to the end of the epoch.
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
-        of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
-        is resident, so plans name samples and no blocks. `compute(function, arguments, ahead)` yields the result of
-        `function` for each of the arguments, of which other processes may compute `ahead` at once: most of the work,
-        unless `held`.
+        of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `resident`: every
+        field is resident, so plans name samples and no blocks. `compute(function, arguments, ahead)` yields the result
+        of `function` for each of the arguments, of which other processes may compute `ahead` at once: most of the work,
+        unless `resident`.
         """
         live: dict[Any, int] = {}
         rows = self.batch * steps_at_once
@@ -211,9 +211,9 @@ class EpochShare:
         reading = (compute or call_each)(read_span, arguments, SPANS_AT_ONCE if self.reads_each_lane else 1)
         for span in spans:
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
-            if held:
+            if resident:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
-                for positions, samples in self.read_held(span):  # in parts: together they would take more memory
+                for positions, samples in self.read_samples(span):  # in parts: together they would take more memory
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
             reads, parts = next(reading)
@@ -402,7 +402,7 @@ class Share(EpochShare):
             reads = read_units(self.num_samples, self.unit, positions, next_position, last=span.last)
         return reads, None
 
-    def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
+    def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts."""
         sources = self._sources(span)
         samples = lane_samples(self.order, sources, span) if self.order.shuffle else sources()
@@ -442,7 +442,7 @@ class Share(EpochShare):
         """Return the memory that a pass needs."""
         span_rows = self._span_rows_per_lane * self.lanes_read
         rows = min(span_rows, self.num_samples // self.world.size + self.batch)
-        plans = (ahead_bytes(self) + row_bytes * rows for row_bytes in (SPAN_BYTES, HELD_SPAN_BYTES))
+        plans = (ahead_bytes(self) + row_bytes * rows for row_bytes in (SPAN_BYTES, RESIDENT_SPAN_BYTES))
         return Need(self.fetch_params.block, self.slots_needed(steps_at_once), steps_at_once * self.batch, *plans)
 
 
@@ -482,7 +482,7 @@ LOOK_AHEAD_ROWS = 1 << 20  # whose blocks are requested before the batch that ne
 # processes that planned 20 million rows in spans of 4 million.
 ROW_BYTES = 33
 SPAN_BYTES = 40
-HELD_SPAN_BYTES = 12
+RESIDENT_SPAN_BYTES = 12
 
 
 class Span(NamedTuple):
@@ -718,14 +718,14 @@ def _grouped(items: list[Item], rows: Ints, edges: Ints) -> Iterator[tuple[Item,
 class Need(NamedTuple):
     """The memory that a pass needs: `slots` blocks of at most `block` samples, and plans of `rows` rows.
 
-    Planning needs `plan_bytes`, or `held_plan_bytes` if every field is resident.
+    Planning needs `plan_bytes`, or `resident_plan_bytes` if every field is resident.
     """
 
     block: int
     slots: int
     rows: int
     plan_bytes: int
-    held_plan_bytes: int
+    resident_plan_bytes: int
 
 
 def ahead_bytes(share: EpochShare) -> int:
