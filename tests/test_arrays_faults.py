@@ -342,4 +342,4 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
         slot = memory.blocks.claim(1)
         late.memory[:] = [memoryview(bytearray(1 << 20))]
         fetcher._received(late, (1 << 20, 1.0), None)
-        assert all(regions._blocks[slot] is None for regions in memory.blocks.regions.values())
+        assert all(regions._blocks[slot] is None for regions in memory.blocks.residences.values())

@@ -120,10 +120,6 @@ class Arena(MappedMemory):
         count = math.prod(shape)
         return self.allocate(count * np.dtype(dtype).itemsize).view(dtype)[:count].reshape(shape)
 
-    def span(self, buffer: memoryview) -> tuple[int, int]:
-        """Return where a buffer of the arena begins, and its size."""
-        return address(buffer) - self.base, buffer.nbytes
-
     @property
     def allocated(self) -> int:
         """The number of allocated bytes."""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
 from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget, Buffers
-from streamloader.engine.regions import BatchRow, BatchRows, BlockRegions, Lease, Regions
+from streamloader.engine.regions import BatchRow, BatchRows, Lease, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
 from streamloader.format.reader import FieldReader
 from streamloader.options import Pack
 from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
+from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
 
 NO_SLOT = -1
@@ -51,7 +52,7 @@ class Blocks:
         keeps: bool = False,
     ) -> None:
         self.arena, self.residences, self.block = arena, residences, block
-        self.regions = {name: each for name, each in residences.items() if isinstance(each, Regions)}
+        self._kept = {name: each for name, each in residences.items() if keeps and isinstance(each, Regions)}
         self.keeps, self.fills_batches = keeps, lease is not None
         self._lease = lease
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
@@ -100,7 +101,7 @@ class Blocks:
 
     def complete(self, ticket: int) -> None:
         """Keep what was read for a block that has been loaded, if `keeps`."""
-        for regions in self.regions.values() if self.keeps else ():
+        for regions in self._kept.values():
             regions.complete(self.claim(ticket))
 
     def release(self, ticket: int) -> None:
@@ -113,22 +114,22 @@ class Blocks:
                     residence.drop(slot)
                 self._free.append(slot)
 
-    def open_regions(
-        self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
-    ) -> tuple[BlockRegions, bool]:
-        """Return the regions of a field in the slot of a ticket, and whether this call made them."""
-        return self.regions[name].open(slot, partial(make, self._batch_rows.get(ticket)))
+    def open(self, slot: int, ref: BlockRef, reader: FieldReader | RegionReader, allocate: Allocate) -> Any:
+        """Return what the `write` of a reader decodes the responses for a block into, in the slot that it claimed."""
+        memory = self._batch_rows.get(ref.ticket) or allocate
+        residence: Any = self.residences[reader.name]
+        return residence.open(slot, ref, reader, memory)
 
     def open_kept(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
         """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
         slot = self.claim(ref.ticket)
-        regions = self.regions.items()
-        return [name for name, each in regions if each.open_kept(slot, readers[name], ref.start, ref.stop)]
+        kept = self._kept.items()
+        return [name for name, each in kept if each.open_kept(slot, readers[name], ref.start, ref.stop)]
 
     def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
         """Return the chunks of a field to read for a block, None for all that it needs."""
         slot = self.claim(ticket) if self.keeps else NO_SLOT
-        return None if slot == NO_SLOT else self.regions[name].claims(slot)
+        return None if slot == NO_SLOT else self._kept[name].claims(slot)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the arena's row of each row of the blocks with these tickets."""

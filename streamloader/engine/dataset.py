@@ -19,7 +19,6 @@ from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
-from streamloader.zarr.reader import ArrayRun
 
 if TYPE_CHECKING:
     from streamloader.order.selection import Selection
@@ -95,9 +94,7 @@ class Dataset:
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
-    def runs(
-        self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None
-    ) -> Sequence[Run | ArrayRun]:
+    def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
 
         `chosen`: the chunks of arrays to read, by default all.
@@ -108,9 +105,18 @@ class Dataset:
             return self.readers[name].runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
 
-    def knows_runs(self, name: str, start: int, stop: int) -> bool:
-        """Return whether `runs` needs no request, as far as that is simple to tell."""
-        return self.arrays is None and self.selection is None and self.readers[name].knows_runs(start, stop)
+    def expected(self, name: str, start: int, stop: int, *, counted: bool) -> tuple[Sequence[Any] | None, int]:
+        """Return the requests for a field of samples, and the estimated bytes that they decode to, 0 unless `counted`.
+
+        None instead of requests that `counted` does not need, unless it is simple to tell that planning sends none.
+        """
+        if self.arrays is not None:
+            return None, self.region_readers[name].block_bytes(start, stop) if counted else 0
+        reader = self.readers[name]
+        if not counted and (self.selection is not None or not reader.knows_runs(start, stop)):
+            return None, 0
+        runs = self.runs(name, start, stop)
+        return runs, reader.decoded_size(runs) if counted else 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the readers."""

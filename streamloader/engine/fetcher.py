@@ -29,9 +29,8 @@ from streamloader.engine.blocks import NO_SLOT, Memory
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.ledger import Ledger
-from streamloader.engine.messages import Callback, all_bytes, arena_bytes, in_worker
+from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
-from streamloader.engine.regions import BlockRegions
 from streamloader.engine.residence import Chunks, Rows, place_items
 from streamloader.errors import (
     CorruptError,
@@ -48,8 +47,8 @@ from streamloader.order.schedule import BlockRef
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
-from streamloader.zarr.columns import BlockArrays, RegionReader
-from streamloader.zarr.reader import ABSENT, ArrayRun
+from streamloader.zarr.columns import RegionReader
+from streamloader.zarr.reader import ABSENT
 
 NEVER = float("inf")
 
@@ -156,15 +155,14 @@ class Fetcher:
             for name in names
         }
         residences = memory.blocks.residences
-        self._rows = {name: executor.share(rows.values) for name, rows in residences.items() if isinstance(rows, Rows)}
         self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._memory, self._bodies = memory.blocks, memory.bodies
         # rows of batches are counted as slots are, and memory that is kept apart
-        counted = [] if self._memory.fills_batches or self._memory.keeps else names
-        self._by_items = [name for name in counted if name not in self._rows]
+        counted = {} if memory.budget.fills_batches or memory.budget.keeps else residences
+        self._counted = [name for name, residence in counted.items() if not isinstance(residence, Rows)]
         self._budget = budget = memory.budget
         self.ledger = Ledger(memory.bodies, budget)
         self._next_block: LoadingBlock | None = None
@@ -205,13 +203,10 @@ class Fetcher:
 
     def _count_field(self, block: LoadingBlock, name: str) -> None:
         """Count the bytes of a field of a block, and plan its requests if that needs none, or if they tell the size."""
-        reader, counted = block.dataset.reader(name), name in self._by_items
-        start, stop = block.ref.start, block.ref.stop
-        if isinstance(reader, RegionReader):
-            block.expected += reader.block_bytes(start, stop) if counted else 0
-        elif counted or block.dataset.knows_runs(name, start, stop):
-            block.runs[name] = block.dataset.runs(name, start, stop)
-            block.expected += reader.decoded_size(block.runs[name]) if counted else 0
+        runs, size = block.dataset.expected(name, block.ref.start, block.ref.stop, counted=name in self._counted)
+        block.expected += size
+        if runs is not None:
+            block.runs[name] = runs
 
     def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
         """Return whether a block of the expected size fits into memory.
@@ -435,16 +430,14 @@ class Fetcher:
             self._retry(attempt, error)
             return
         assert result is not None
-        piece, (size, _) = attempt.piece, result
         self._count_response(attempt, *result)
         with self._changed:
             slot = self._claim(attempt)
         if slot == NO_SLOT:
             self._end(attempt, PassEnded())
             return
-        decode = self._decode_regions if isinstance(piece.field, RegionReader) else self._decode_rows
         try:
-            decode(attempt, slot, None if size < 0 else attempt.memory[0][:size])
+            self._decode(attempt, slot, None if result[0] < 0 else attempt.memory[0][: result[0]])
         except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
             self._end(attempt, problem)
 
@@ -460,12 +453,12 @@ class Fetcher:
         with self._changed:
             slot = self._claim(attempt)
             if slot != NO_SLOT:
-                first = slot * self._memory.block + row
-                chunks.table[first : first + len(table)] = table
-                chunks.keep(slot, kept)
+                chunks.write(slot, row, table, kept)
                 self.ledger.hold(piece.block.ref.ticket, sum(part.nbytes for part in kept))
         if slot != NO_SLOT:
-            self._count_decoded(piece, seconds)
+            field = piece.field.layout.field
+            decoded = piece.run.num_samples * field.item_bytes if field.fixed else 0
+            self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
         self._end(attempt, PassEnded() if slot == NO_SLOT else None)
 
     def _claim(self, attempt: Attempt) -> int:
@@ -508,42 +501,16 @@ class Fetcher:
         self._counters.add(retries=1)
         self._later(seconds, attempt)
 
-    def _decode_rows(self, attempt: Attempt, slot: int, body: memoryview | None) -> None:
-        """Decode a body into the rows of a slot."""
-        piece, ref = attempt.piece, attempt.piece.block.ref
-        assert body is not None
-        source = self._shared[piece.block.dataset, piece.field.name]
-        low = slot * self._memory.block
-        place = (*self._memory.arena.span(body), low, low + ref.stop - ref.start, ref.start)
+    def _decode(self, attempt: Attempt, slot: int, body: memoryview | None) -> None:
+        """Decode a body into what the residence of its field opens in the slot.
 
-        def end(seconds: float, error: BaseException | None) -> None:
-            if error is None:
-                self._count_decoded(piece, seconds)
-            self._end(attempt, error)
-
-        self._requests.submit(Job(decode_rows, (source, piece.run, place, self._rows[piece.field.name]), end))
-
-    def _count_decoded(self, piece: Piece, seconds: float) -> None:
-        field = piece.field.layout.field
-        decoded = piece.run.num_samples * field.item_bytes if field.fixed else 0
-        self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
-
-    def _decode_regions(self, attempt: Attempt, slot: int, body: memoryview | None) -> None:
-        """Decode the chunks of a body into the regions of their block.
-
-        Their size is known before, so the block is admitted only if they fit. They are opened only once a body has
-        arrived: until then another request may complete the block, whose slot then goes to another one.
+        That is opened only once a body has arrived: until then another request may complete the block, whose slot then
+        goes to another one.
         """
-        piece = attempt.piece
-        block, ref, reader = piece.block, piece.block.ref, piece.field
-        assert isinstance(reader, RegionReader)
+        piece, block = attempt.piece, attempt.piece.block
         allocate = self._bodies.allocate if self._memory.fills_batches else partial(self._allocate_region, block)
-        opened = partial(BlockRegions, reader, ref.start, ref.stop, allocate)
-        regions, first = self._memory.open_regions(reader.name, ref.ticket, slot, opened)
-        if first:  # the block is complete only after this piece
-            reader.write_constants(BlockArrays(regions.arrays, regions.bounds))
-            self._memory.regions[reader.name].place_rows(slot, regions)
-        source = self._shared[block.dataset, reader.name]
+        target = self._memory.open(slot, block.ref, piece.field, allocate)
+        source = self._shared[block.dataset, piece.field.name]
 
         def end(result: Any, error: BaseException | None) -> None:
             if error is None:
@@ -551,8 +518,7 @@ class Fetcher:
                 self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
             self._end(attempt, error)
 
-        given = source, piece.run, body, regions.targets, Callback(self._bodies.allocate)
-        self._requests.submit(Job(decode_regions, given, end))
+        self._requests.submit(Job(decode, (source, piece.run, body, target, Callback(self._bodies.allocate)), end))
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
         with self._changed:  # from now on, the memory in use includes it
@@ -682,16 +648,16 @@ def _read(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) 
     return memory[-1][: body.nbytes]
 
 
-# A body's first byte in the arena and its size; the first row of its slot and the end, in the arrays of all slots; and
-# the number of the slot's first sample.
-Place = tuple[int, int, int, int, int]
+def decode(
+    source: Source, run: Any, body: memoryview | None, target: Any, allocate: Allocate
+) -> tuple[int, int, float]:
+    """Decode a body into what its block opened; return the missing chunks, the decoded bytes, and the processor time.
 
-
-def decode_rows(source: Source, run: Run, place: Place, out: NDArray[Any]) -> float:
-    """Decode a body into the rows of a slot; return the processor time."""
-    begin, (start, size, low, high, first) = time.thread_time(), place
-    source[0].decode(run, arena_bytes(start, size), out[low:high], first)
-    return time.thread_time() - begin
+    `allocate`: returns memory to decode into first what is copied from there.
+    """
+    begin = time.thread_time()
+    missing, decoded = source[0].write(run, ABSENT if body is None else body, target, allocate)
+    return missing, decoded, time.thread_time() - begin
 
 
 def fetch_items(
@@ -728,12 +694,3 @@ def fetch_items(
         used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}
     low, high = min(rows, default=0), max(rows, default=0)
     return fetched, sorted(used), (low, table[low:high]), time.thread_time() - begin
-
-
-def decode_regions(
-    source: Source, run: ArrayRun, body: memoryview | None, block: BlockArrays, allocate: Allocate
-) -> tuple[int, int, float]:
-    """Decode the chunks of a body into the regions of its block; return (missing, decoded bytes, processor time)."""
-    begin = time.thread_time()
-    missing, decoded = source[0].write(run, ABSENT if body is None else body, block, allocate)
-    return missing, decoded, time.thread_time() - begin

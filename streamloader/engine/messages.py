@@ -103,11 +103,6 @@ def caller() -> Connection | None:
     return _LOCAL.connection
 
 
-def arena_bytes(start: int, size: int) -> memoryview:
-    """Return bytes of the arena, in a function that an executor calls."""
-    return all_bytes().data[start : start + size]
-
-
 def all_bytes() -> NDArray[np.uint8]:
     """Return the arena, in a function that an executor calls."""
     assert _LOCAL.arena is not None

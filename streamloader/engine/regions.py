@@ -20,7 +20,7 @@ from streamloader.errors import FormatError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.options import MIB, Pack
-from streamloader.order.schedule import BatchPlan, Need
+from streamloader.order.schedule import BatchPlan, BlockRef, Need
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader
 
@@ -39,20 +39,18 @@ LEAST_THREADS = 16
 class BlockRegions:
     """The regions of the samples [start, stop), a block, of one column: their memory, without values.
 
-    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `batch`: the batch
-    and the row of it that is the only region, if given; otherwise `memory` has the regions, or allocates them.
+    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `memory`: has
+    the regions, or allocates them, or is `batch`, the row of a batch that is the only region.
     `targets`: what chunks are decoded into. `has_constants`: whether the values that are constant were written.
     """
 
-    def __init__(
-        self, reader: RegionReader, start: int, stop: int, memory: Allocate | KeptArrays, batch: BatchRow | None = None
-    ) -> None:
+    def __init__(self, reader: RegionReader, start: int, stop: int, memory: Allocate | KeptArrays | BatchRow) -> None:
         self.reader = reader
         self.start = start
         self.has_constants = False
         self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
-        self.batch = batch
+        self.batch = memory if isinstance(memory, tuple) else None
         column, dtype = reader.column, np.dtype(reader.column.dtype)
         shapes = [column.shape(low, high) for low, high in self.bounds]
         if isinstance(memory, KeptArrays):
@@ -60,8 +58,8 @@ class BlockRegions:
             self.arrays = [array for array, _, _ in views]
             self.targets = BlockArrays([run for _, run, _ in views], [bounds for _, _, bounds in views])
             return
-        if batch is not None:
-            self.arrays = [batch[0].columns(column)[0][batch[1]].reshape(shapes[0])]
+        if isinstance(memory, tuple):
+            self.arrays = [memory[0].columns(column)[0][memory[1]].reshape(shapes[0])]
         else:
             self.arrays = [np.frombuffer(memory(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
         self.targets = BlockArrays(self.arrays, self.bounds)
@@ -147,7 +145,7 @@ class BatchRows:
         self._columns: dict[str, list[NDArray[Any]]] = {}
 
     def columns(self, column: RegionColumn) -> list[NDArray[Any]]:
-        """Return the memory of the outputs of a column. Not thread-safe."""
+        """Return the memory of the outputs of a column, for which one thread at a time may ask."""
         if column.name not in self._columns:
             self._columns[column.name] = _lease_outputs(column, self.count, self._lease)
         return self._columns[column.name]
@@ -249,14 +247,20 @@ class Regions:
             fills_batches=need.block == 1 and all(reader.fills_rows for reader in readers),
         )
 
-    def open(self, slot: int, make: Callable[[], BlockRegions]) -> tuple[BlockRegions, bool]:
-        """Return the regions of a slot, which the first caller makes, and whether this one writes their constants."""
+    def open(self, slot: int, ref: BlockRef, reader: RegionReader, memory: Allocate | BatchRow) -> BlockArrays:
+        """Return what `RegionReader.write` decodes a block into; its first response makes it, with its constants.
+
+        `memory`: allocates the regions, or the row of a batch that is the only one.
+        """
         with self._opening:
             block = self._blocks[slot]
             if block is None:
-                block = self._blocks[slot] = make()
+                block = self._blocks[slot] = BlockRegions(reader, ref.start, ref.stop, memory)
             first, block.has_constants = not block.has_constants, True
-            return block, first
+        if first:  # the block is complete only after this response
+            reader.write_constants(BlockArrays(block.arrays, block.bounds))
+            self._place_rows(slot, block)
+        return block.targets
 
     def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> bool:
         """Open the regions of a block in memory that is kept; return whether something is missing there."""
@@ -264,10 +268,10 @@ class Regions:
             self._kept[reader] = KeptArrays(reader, self._arena, self._block)
         block, self._claims[slot] = self._kept[reader].open(start, stop)
         self._blocks[slot] = block
-        self.place_rows(slot, block)
+        self._place_rows(slot, block)
         return bool(self._claims[slot]) or (reader.has_constants and not block.has_constants)
 
-    def place_rows(self, slot: int, block: BlockRegions) -> None:
+    def _place_rows(self, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if the field has any."""
         if self.rows is not None:
             for row, items in block.items:

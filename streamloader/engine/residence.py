@@ -28,7 +28,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
-from streamloader.order.schedule import BatchPlan, Ints, Need
+from streamloader.order.schedule import BatchPlan, BlockRef, Ints, Need
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
@@ -50,7 +50,7 @@ class Rows:
     def __init__(
         self, name: str, field: Field, arena: Arena, shape: tuple[int, int], _pack: Pack | None = None
     ) -> None:
-        self.name, self.field = name, field
+        self.name, self.field, self._block = name, field, shape[1]
         self.values = arena.array((prod(shape), *field.shape), field.dtype)
 
     @staticmethod
@@ -65,6 +65,11 @@ class Rows:
         """Return the memory that a pass needs for the field if all of its samples are in memory."""
         mean, samples = max(reader.sample_bytes for reader in readers), sum(reader.num_samples for reader in readers)
         return Demand(resident_bytes=samples * int(mean), batch_bytes=int(need.rows * mean))
+
+    def open(self, slot: int, ref: BlockRef, _reader: FieldReader, _memory: object = None) -> tuple[NDArray[Any], int]:
+        """Return what `FieldReader.write` decodes a block into: its rows, and the number of the first sample."""
+        first = slot * self._block
+        return self.values[first : first + ref.stop - ref.start], ref.start
 
     def drop(self, slot: int) -> None:
         """Do nothing: the rows of a slot are overwritten."""
@@ -101,14 +106,16 @@ class Chunks:
         requests, slot = _request_demand(readers, need, mean), items + need.block * ITEM_BYTES
         return replace(requests, slot_bytes=slot, item_bytes=items, batch_bytes=int(need.rows * finished))
 
-    def keep(self, slot: int, memory: Sequence[memoryview]) -> None:
-        """Keep the memory of chunks while the slot has their rows."""
+    def write(self, slot: int, row: int, table: Ints, memory: Sequence[memoryview]) -> None:
+        """Put rows into a slot, from `row` on: where they are in the arena, and the memory of their chunks."""
+        first = slot * self.block + row
+        self.table[first : first + len(table)] = table
         self._leases[slot] += memory
 
     def place(self, slot: int, row: int, items: Items) -> None:
         """Put items of the arena into a slot, from `row` on."""
         place_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
-        self.keep(slot, [items.buffer])
+        self._leases[slot].append(items.buffer)
 
     def drop(self, slot: int) -> None:
         """Free the memory of the chunks of a slot; rows that a batch holds stay valid."""

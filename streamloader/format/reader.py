@@ -274,6 +274,16 @@ class FieldReader:
                 raise self._damage(run, i, error.problem) from error
         return placed if out is None else None
 
+    def write(
+        self, run: Run, body: memoryview, rows: tuple[NDArray[Any], int], _allocate: Allocate = empty_buffer
+    ) -> tuple[int, int]:
+        """Decode a run of a fixed shape into rows, the first of which is for the sample of a number.
+
+        Return the number of missing chunks, which is 0, and of decoded bytes. Raises as `decode`.
+        """
+        self.decode(run, body, *rows)
+        return 0, run.num_samples * self.layout.field.item_bytes
+
     def decoded_size(self, runs: Iterable[Run]) -> int:
         """Return the estimated bytes of the decoded chunks of runs."""
         stored = sum(int((run.stop - run.start) * run.share) for run in runs)
