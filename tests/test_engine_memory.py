@@ -29,7 +29,7 @@ def blocks_of(slots: int) -> tuple[Blocks, Rows, Chunks]:
     """Blocks of two fields, and the residences of these."""
     rows = Rows("x", Field.parse("int64[2]"), ARENA, (slots, BLOCK))
     chunks = Chunks("raw", Field.parse("bytes"), ARENA, (slots, BLOCK))
-    return Blocks({"x": rows, "raw": chunks}, slots, BLOCK, arena=ARENA), rows, chunks
+    return Blocks({"x": rows, "raw": chunks}, slots, BLOCK), rows, chunks
 
 
 def items(values: list[bytes]) -> Items:

@@ -48,12 +48,10 @@ class Blocks:
         block: int,
         lease: Lease | None = None,
         *,
-        arena: Arena,
         keeps: bool = False,
     ) -> None:
-        self.arena, self.residences, self.block = arena, residences, block
+        self.residences, self.block = residences, block
         self._kept = {name: each for name, each in residences.items() if keeps and isinstance(each, Regions)}
-        self.keeps, self.fills_batches = keeps, lease is not None
         self._lease = lease
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         self._count = slots
@@ -128,7 +126,7 @@ class Blocks:
 
     def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
         """Return the chunks of a field to read for a block, None for all that it needs."""
-        slot = self.claim(ticket) if self.keeps else NO_SLOT
+        slot = self.claim(ticket) if self._kept else NO_SLOT
         return None if slot == NO_SLOT else self._kept[name].claims(slot)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -178,7 +176,7 @@ class Memory(NamedTuple):
             name: residence_of(reader)(name, reader.layout.field, arena, (budget.slots, block), packs.get(name))
             for name, reader in readers.items()
         }
-        blocks = Blocks(residences, budget.slots, block, lease, arena=arena, keeps=budget.keeps)
+        blocks = Blocks(residences, budget.slots, block, lease, keeps=budget.keeps)
         return cls(bodies, blocks, buffers, budget, counters)
 
     def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:

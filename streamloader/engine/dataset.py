@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import BatchPlan, Compute, EpochShare, Need
+from streamloader.order.schedule import BatchPlan, Compute, EpochShare
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
@@ -167,11 +167,6 @@ class EpochPlan(NamedTuple):
     steps_at_once: int = 1
     numbers: SampleNumbers = SampleNumbers()
     resident: bool = False
-
-    @property
-    def need(self) -> Need:
-        """The memory that the pass needs."""
-        return self.share.need(self.steps_at_once)
 
     def following(self) -> EpochPlan:
         """Return the pass over the next epoch."""

@@ -35,7 +35,7 @@ from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.options import MIB
-from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Need, Share
+from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take, trim_heaps
 from streamloader.zarr.columns import wider_block
@@ -89,12 +89,12 @@ class Engine:
         if run is not None:
             run.close()
         self.executor.start()
-        resident, budget = self.plan_memory(plan.need)
+        resident, budget = self.plan_memory(plan.share, plan.steps_at_once)
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
         self.counters.client = f"{reader.kind}: {reader.reason}"
         streamed = tuple(name for name in self._names if name not in resident)
-        memory = self._memory(streamed, budget, plan.need.block)
+        memory = self._memory(streamed, budget, plan.share.block)
         options = StageOptions(
             config=self._config,
             names=self._names,
@@ -107,7 +107,8 @@ class Engine:
         fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
         stages = Stages(options, memory, self.executor, fetcher.fail)
         planned = plans(plan._replace(resident=not streamed), self.executor.map, endless=endless)
-        prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
+        rows = plan.share.batch * plan.steps_at_once
+        prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // rows)))
         self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
         return self.run.next_pass()
 
@@ -147,13 +148,13 @@ class Engine:
         readers = {name: self.datasets[0].reader(name) for name in names}
         return Memory.of(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
 
-    def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
+    def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
 
         Holds as many of the manifest's resident fields, smallest first, as leave memory for the window, and streams the
         others. Raises `MemoryBudgetError`, which states the smallest need, if no choice fits.
         """
-        choices, allowed = self._choices(need), allowance(self._config.memory, self._config.ranks_here)
+        choices, allowed = self._choices(share, steps_at_once), allowance(self._config.memory, self._config.ranks_here)
         fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
         resident, demand = fitting[0] if fitting else min(choices, key=lambda choice: choice[1].least_bytes)
         return resident, allot(demand, self._config.memory, self._config.ranks_here)
@@ -165,7 +166,7 @@ class Engine:
         one. One for batches that are decoded or transformed, which takes longer than gathering them, and if `memory`
         does not suffice for more.
         """
-        config, need = self._config, share.need(1)
+        config = self._config
         if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
@@ -173,9 +174,9 @@ class Engine:
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
         held = all(reader.layout.resident for name in self._names for reader in self._readers(name))
-        while steps > 1 and not held and share.need(steps).slots > need.slots:
+        while steps > 1 and not held and share.slots_needed(steps) > share.slots_needed():
             steps //= 2
-        fits = self.least_memory(share.need(steps)) <= allowance(config.memory, config.ranks_here)
+        fits = self.least_memory(share, steps) <= allowance(config.memory, config.ranks_here)
         return steps if fits else 1
 
     def widened(self, share: EpochShare) -> EpochShare:
@@ -185,28 +186,23 @@ class Engine:
         each of which reads whole units, they divide the batches.
         """
         readers = self.datasets[0].region_readers.values()
-        if (
-            not readers
-            or not isinstance(share, Share)
-            or share.order.shuffle
-            or self.plan_memory(share.need())[1].keeps
-        ):
+        if not readers or not isinstance(share, Share) or share.order.shuffle or self.plan_memory(share)[1].keeps:
             return share
         most = allowance(self._config.memory, self._config.ranks_here) * 3 // 4
         if self._config.memory is None:
-            most = min(most, self.least_memory(share.need()) + UNITS_BYTES)
+            most = min(most, self.least_memory(share) + UNITS_BYTES)
 
         def allowed(unit: int) -> bool:
             divides = share.world.size == 1 or share.batch % unit == 0
-            return divides and self.least_memory(replace(share, unit=unit).need()) <= most
+            return divides and self.least_memory(replace(share, unit=unit)) <= most
 
         return replace(share, unit=wider_block(readers, share.unit, allowed))
 
-    def least_memory(self, need: Need) -> int:
+    def least_memory(self, share: EpochShare, steps_at_once: int = 1) -> int:
         """Return the minimum `memory`, in bytes, that `plan_memory` accepts."""
-        return min(demand.least_bytes for _, demand in self._choices(need))
+        return min(demand.least_bytes for _, demand in self._choices(share, steps_at_once))
 
-    def _choices(self, need: Need) -> list[tuple[list[str], Demand]]:
+    def _choices(self, share: EpochShare, steps_at_once: int) -> list[tuple[list[str], Demand]]:
         """Return sets of fields to hold, the largest set first, each with its demand.
 
         Fields are held only if they are resident in every dataset.
@@ -214,26 +210,25 @@ class Engine:
         small = [name for name in self._names if all(reader.layout.resident for reader in self._readers(name))]
         small.sort(key=lambda name: sum(reader.layout.nbytes for reader in self._readers(name)))
         # if blocks have one sample, a chunk has many blocks, so streaming would fetch each chunk many times
-        least = len(small) if need.block == 1 and len(small) == len(self._names) else 0
-        return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), least - 1, -1)]
+        least = len(small) if share.block == 1 and len(small) == len(self._names) else 0
+        sets = [small[:count] for count in range(len(small), least - 1, -1)]
+        return [(resident, self._demand(resident, share, steps_at_once)) for resident in sets]
 
     def _readers(self, name: str) -> list[Any]:
         return [dataset.reader(name) for dataset in self.datasets]
 
-    def _demand(self, resident: Sequence[str], need: Need) -> Demand:
+    def _demand(self, resident: Sequence[str], share: EpochShare, steps_at_once: int) -> Demand:
         """Return the demand with these fields resident."""
-        held = len(resident) == len(self._names)
-        index = sum(dataset.index_bytes for dataset in self.datasets)
-        decoders, fields = self._config.decoders, []
+        index, fields = share.plan_bytes(len(resident) == len(self._names)), []
         for name in self._names:
             readers = self._readers(name)
             demand = Rows.resident_demand if name in resident else residence_of(readers[0]).demand
-            fields.append(demand(readers, need, decoders.get(name)))
+            fields.append(demand(readers, share.block, steps_at_once * share.batch, self._config.decoders.get(name)))
         return Demand.of(
             fields,
-            slots=need.slots,
-            blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
-            index_bytes=index + (need.resident_plan_bytes if held else need.plan_bytes),
+            slots=share.slots_needed(steps_at_once),
+            blocks=sum(-(-dataset.num_samples // share.block) for dataset in self.datasets),
+            index_bytes=index + sum(dataset.index_bytes for dataset in self.datasets),
         )
 
 

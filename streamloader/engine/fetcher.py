@@ -160,10 +160,10 @@ class Fetcher:
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._memory, self._bodies = memory.blocks, memory.bodies
-        # rows of batches are counted as slots are, and memory that is kept apart
-        counted = {} if memory.budget.fills_batches or memory.budget.keeps else residences
-        self._counted = [name for name, residence in counted.items() if not isinstance(residence, Rows)]
         self._budget = budget = memory.budget
+        # rows of batches are counted as slots are, and memory that is kept apart
+        counted = {} if budget.fills_batches or budget.keeps else residences
+        self._counted = [name for name, residence in counted.items() if not isinstance(residence, Rows)]
         self.ledger = Ledger(memory.bodies, budget)
         self._next_block: LoadingBlock | None = None
         self._counters = memory.counters
@@ -228,7 +228,7 @@ class Fetcher:
         """Begin to load a block whose slot has been reserved."""
         block, self._next_block = self._next(ref), None
         names: Sequence[str] = self._names
-        if self._memory.keeps:
+        if self._budget.keeps:
             names = self._memory.open_kept(block.ref, block.dataset.region_readers)
             block.left = len(names)
         with self._changed:
@@ -508,7 +508,7 @@ class Fetcher:
         goes to another one.
         """
         piece, block = attempt.piece, attempt.piece.block
-        allocate = self._bodies.allocate if self._memory.fills_batches else partial(self._allocate_region, block)
+        allocate = self._bodies.allocate if self._budget.fills_batches else partial(self._allocate_region, block)
         target = self._memory.open(slot, block.ref, piece.field, allocate)
         source = self._shared[block.dataset, piece.field.name]
 

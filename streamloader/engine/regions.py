@@ -20,7 +20,7 @@ from streamloader.errors import FormatError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.options import MIB, Pack
-from streamloader.order.schedule import BatchPlan, BlockRef, Need
+from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader
 
@@ -230,21 +230,21 @@ class Regions:
         self.rows = None if field.fixed else Chunks(name, field, arena, shape, pack)
 
     @staticmethod
-    def demand(readers: Sequence[RegionReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+    def demand(readers: Sequence[RegionReader], block: int, rows: int, _decoder: ImageDecoder | None = None) -> Demand:
         """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
-        regions = max(reader.most_bytes(need.block) for reader in readers)
+        regions = max(reader.most_bytes(block) for reader in readers)
         request = max(reader.request_bytes for reader in readers)
         return Demand(
             slot_bytes=regions,
             item_bytes=regions,
             uneven_bytes=0 if readers[0].layout.field.fixed else regions,
             kept_bytes=sum(reader.all_bytes for reader in readers),
-            batch_bytes=int(need.rows * max(reader.sample_bytes for reader in readers)),
+            batch_bytes=int(rows * max(reader.sample_bytes for reader in readers)),
             request_bytes=request,
             scratch_bytes=max(reader.scratch_bytes for reader in readers),
-            pieces=min(reader.pieces(need.block) for reader in readers),
+            pieces=min(reader.pieces(block) for reader in readers),
             most_threads=max(LEAST_THREADS, min(MAX_THREADS, IN_FLIGHT_BYTES // request)),
-            fills_batches=need.block == 1 and all(reader.fills_rows for reader in readers),
+            fills_batches=block == 1 and all(reader.fills_rows for reader in readers),
         )
 
     def open(self, slot: int, ref: BlockRef, reader: RegionReader, memory: Allocate | BatchRow) -> BlockArrays:

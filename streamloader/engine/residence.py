@@ -28,7 +28,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
-from streamloader.order.schedule import BatchPlan, BlockRef, Ints, Need
+from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
@@ -54,17 +54,19 @@ class Rows:
         self.values = arena.array((prod(shape), *field.shape), field.dtype)
 
     @staticmethod
-    def demand(readers: Sequence[FieldReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+    def demand(readers: Sequence[FieldReader], block: int, rows: int, _decoder: ImageDecoder | None = None) -> Demand:
         """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
         mean = max(reader.sample_bytes for reader in readers)
-        requests = _request_demand(readers, need, mean)
-        return replace(requests, slot_bytes=need.block * int(mean), batch_bytes=int(need.rows * mean))
+        requests = _request_demand(readers, block, mean)
+        return replace(requests, slot_bytes=block * int(mean), batch_bytes=int(rows * mean))
 
     @staticmethod
-    def resident_demand(readers: Sequence[FieldReader], need: Need, _decoder: ImageDecoder | None = None) -> Demand:
+    def resident_demand(
+        readers: Sequence[FieldReader], _block: int, rows: int, _decoder: ImageDecoder | None = None
+    ) -> Demand:
         """Return the memory that a pass needs for the field if all of its samples are in memory."""
         mean, samples = max(reader.sample_bytes for reader in readers), sum(reader.num_samples for reader in readers)
-        return Demand(resident_bytes=samples * int(mean), batch_bytes=int(need.rows * mean))
+        return Demand(resident_bytes=samples * int(mean), batch_bytes=int(rows * mean))
 
     def open(self, slot: int, ref: BlockRef, _reader: FieldReader, _memory: object = None) -> tuple[NDArray[Any], int]:
         """Return what `FieldReader.write` decodes a block into: its rows, and the number of the first sample."""
@@ -94,17 +96,15 @@ class Chunks:
         self.name, self.field = name, field
         self._arena, (slots, self.block), self._pack = arena, shape, pack
         self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
-        self.table = arena.array(
-            (slots * self.block, 2), "int64"
-        )  # the byte of the arena where each row begins, its size
+        self.table = arena.array((slots * self.block, 2), "int64")  # where each row begins in the arena, its size
 
     @staticmethod
-    def demand(readers: Sequence[FieldReader], need: Need, decoder: ImageDecoder | None = None) -> Demand:
+    def demand(readers: Sequence[FieldReader], block: int, rows: int, decoder: ImageDecoder | None = None) -> Demand:
         """Return the memory that a pass needs for the field, read by one of these readers from each dataset."""
         mean = max(reader.sample_bytes for reader in readers)
-        items, finished = int(need.block * mean), mean if decoder is None else _image_bytes(decoder, mean)
-        requests, slot = _request_demand(readers, need, mean), items + need.block * ITEM_BYTES
-        return replace(requests, slot_bytes=slot, item_bytes=items, batch_bytes=int(need.rows * finished))
+        items, finished = int(block * mean), mean if decoder is None else _image_bytes(decoder, mean)
+        requests, slot = _request_demand(readers, block, mean), items + block * ITEM_BYTES
+        return replace(requests, slot_bytes=slot, item_bytes=items, batch_bytes=int(rows * finished))
 
     def write(self, slot: int, row: int, table: Ints, memory: Sequence[memoryview]) -> None:
         """Put rows into a slot, from `row` on: where they are in the arena, and the memory of their chunks."""
@@ -147,11 +147,11 @@ class Chunks:
         return {self.name: out}, [Copy(flat(out), rows.memory, rows.starts, rows.sizes, rows.edges()[:-1])]
 
 
-def _request_demand(readers: Sequence[FieldReader], need: Need, mean: float) -> Demand:
+def _request_demand(readers: Sequence[FieldReader], block: int, mean: float) -> Demand:
     """Return the demand of the requests and decoders of a field whose samples have `mean` bytes."""
     chunks = [int(reader.layout.chunk * mean) for reader in readers]
     scratch = max(scratch_bytes(reader.layout, size) for reader, size in zip(readers, chunks, strict=True))
-    return Demand(request_bytes=max(*chunks, int(min(MAX_REQUEST, need.block * mean))), scratch_bytes=scratch)
+    return Demand(request_bytes=max(*chunks, int(min(MAX_REQUEST, block * mean))), scratch_bytes=scratch)
 
 
 def _image_bytes(decoder: ImageDecoder, encoded: float) -> float:

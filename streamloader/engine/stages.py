@@ -330,7 +330,7 @@ class Stages:
         batch.columns[name] = [None] * len(places) if out is None else out[..., 0] if decoder.mask else out
         batch.held += chunks.hold(places)
         columns, key = (chunks.table[places], plan.samples, plan.positions), (self._options.seed, plan.epoch)
-        images = Images(self._decoders[name], self._blocks.arena.bytes, *columns, key, out, crops)
+        images = Images(self._decoders[name], self._executor.arena.bytes, *columns, key, out, crops)
         masks = decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, places, crops))
 

@@ -243,7 +243,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         together=together_mixing,
         better=_better(engine, share, rank_mixing.design_effect) if order.shuffle else None,
         pinned_lanes=max(loader._first.lanes, default=1),
-        memory_alone=loader._engine().least_memory(replace(together, batch=share.batch).need()),
+        memory_alone=loader._engine().least_memory(replace(together, batch=share.batch)),
         arrays=tuple(reads.arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
@@ -260,7 +260,7 @@ def _better(engine: Engine, share: Share, effect: float) -> MoreLanes | None:
     if effect <= WELL_MIXED or lanes <= params.lanes:
         return None
     share = replace(share, order=replace(share.order, params=replace(params, lanes=lanes)))
-    return MoreLanes(lanes, mixings((share,))[0].design_effect, engine.least_memory(share.need()))
+    return MoreLanes(lanes, mixings((share,))[0].design_effect, engine.least_memory(share))
 
 
 def _ranks_per_unit(unit: int, share: Share) -> float:
@@ -363,7 +363,7 @@ def _epoch(
     options: ForecastOptions,
 ) -> tuple[dict[str, Any], list[Reads]]:
     """Return the values of an `EpochForecast`, and what it reads of each dataset, of which it has `passes`."""
-    held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
+    held, budget = engine.plan_memory(share, engine.steps_at_once(share))
     reads = []
     for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
         streamed = [name for name in dataset.names if name not in held]
@@ -386,7 +386,7 @@ def _epoch(
         **{name: getattr(options, name) for name in ("world_size", "batch_size")},
         "steps": share.global_steps(0),
         "memory": budget.bytes,
-        "least_memory": engine.least_memory(share.need(1)),
+        "least_memory": engine.least_memory(share),
         "held": tuple(held),
         "kept": budget.keeps,
         "requests": requests,

@@ -30,7 +30,6 @@ from streamloader.order.schedule import (
     Gap,
     Ints,
     Key,
-    Need,
     Share,
     Span,
     World,
@@ -398,11 +397,14 @@ class MixShare(EpochShare):
         """Return the same part with these gaps."""
         return replace(self, gaps=gaps)
 
-    def need(self, steps_at_once: int = 1) -> Need:
-        """Return the memory that a pass needs."""
-        plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
-        rows, slots = steps_at_once * self.batch, self.slots_needed(steps_at_once)
-        return Need(max(params.block for params in self.mix.fetches), slots, rows, plan_bytes, plan_bytes)
+    @property
+    def block(self) -> int:
+        """The most samples that are fetched together."""
+        return max(params.block for params in self.mix.fetches)
+
+    def plan_bytes(self, _resident: bool) -> int:
+        """Return the memory of planning, whether or not every field is resident."""
+        return ahead_bytes(self) + SPAN_BYTES * self.span_rows
 
     def read_samples(self, span: Span) -> list[tuple[Ints, Ints]]:
         """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""

@@ -96,8 +96,17 @@ class EpochShare:
         """Return the same part with these gaps."""
         raise NotImplementedError
 
-    def need(self, steps_at_once: int = 1) -> Need:
-        """Return the memory that a pass needs."""
+    @property
+    def block(self) -> int:
+        """The most samples that are fetched together."""
+        raise NotImplementedError
+
+    def slots_needed(self, steps_at_once: int = 1) -> int:
+        """Return the maximum number of blocks that a schedule holds at once."""
+        raise NotImplementedError
+
+    def plan_bytes(self, resident: bool) -> int:
+        """Return the memory of planning. `resident`: every field is, so plans have no blocks."""
         raise NotImplementedError
 
     def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
@@ -438,12 +447,15 @@ class Share(EpochShare):
             slots = min(slots, 2 * batch)
         return min(slots, max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
 
-    def need(self, steps_at_once: int = 1) -> Need:
-        """Return the memory that a pass needs."""
-        span_rows = self._span_rows_per_lane * self.lanes_read
-        rows = min(span_rows, self.num_samples // self.world.size + self.batch)
-        plans = (ahead_bytes(self) + row_bytes * rows for row_bytes in (SPAN_BYTES, RESIDENT_SPAN_BYTES))
-        return Need(self.fetch_params.block, self.slots_needed(steps_at_once), steps_at_once * self.batch, *plans)
+    @property
+    def block(self) -> int:
+        """The most samples that are fetched together."""
+        return self.fetch_params.block
+
+    def plan_bytes(self, resident: bool) -> int:
+        """Return the memory of planning, which is less if every field is resident."""
+        rows = min(self._span_rows_per_lane * self.lanes_read, self.num_samples // self.world.size + self.batch)
+        return ahead_bytes(self) + (RESIDENT_SPAN_BYTES if resident else SPAN_BYTES) * rows
 
 
 def call_each(function: Callable[..., Any], arguments: Iterable[Sequence[Any]], _ahead: int) -> Iterator[Any]:
@@ -471,7 +483,7 @@ Positions = Callable[[], Iterator[Ints]]
 Key = tuple[int, int]  # (lane, ordinal of the block); without shuffle (0, number of the unit)
 Item = TypeVar("Item")
 
-MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `Need`
+MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `plan_bytes`
 PART_ROWS = 2**15  # rows whose positions are computed together
 SPANS_AT_ONCE = 2  # that workers compute
 FIRST_STEPS = 64  # maximum steps of the first span, for which the first batch waits
@@ -713,19 +725,6 @@ def _assign_tickets(
 def _grouped(items: list[Item], rows: Ints, edges: Ints) -> Iterator[tuple[Item, ...]]:
     """Yield the items between each pair of neighbouring edges. `rows` has the ascending row of each item."""
     return (tuple(items[low:high]) for low, high in pairwise(np.searchsorted(rows, edges).tolist()))
-
-
-class Need(NamedTuple):
-    """The memory that a pass needs: `slots` blocks of at most `block` samples, and plans of `rows` rows.
-
-    Planning needs `plan_bytes`, or `resident_plan_bytes` if every field is resident.
-    """
-
-    block: int
-    slots: int
-    rows: int
-    plan_bytes: int
-    resident_plan_bytes: int
 
 
 def ahead_bytes(share: EpochShare) -> int:
