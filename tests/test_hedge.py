@@ -158,9 +158,9 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
     read(ds)
     assert server.times == 0
     assert ds.stats().hedges >= 1
-    assert ds._engine().run is not None
-    arena = ds._engine().run.core.memory.blocks
+    assert ds._engine().core is not None
+    arena = ds._engine().core.memory.blocks
     read(ds)
-    assert ds._engine().run.core.memory.blocks is arena
+    assert ds._engine().core.memory.blocks is arena
     server.released.set()
     ds.close()

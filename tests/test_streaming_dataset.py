@@ -396,7 +396,7 @@ def test_small_batches_are_gathered_together_if_memory_suffices(url):
         ds = StreamingDataset(url, batch_size=4, fields=["x"], **options)
         iterator = iter(ds)
         assert next(iterator)["x"].untyped_storage().nbytes() == 4 * 1200  # not that of all batches
-        steps = ds._engine().run._upcoming.steps_at_once
+        steps = ds._engine()._upcoming.steps_at_once
         ds.close()
         assert not iterator._waiting  # a pass that is closed keeps no batches
         return steps
@@ -418,7 +418,7 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
     monkeypatch.setattr(residence, "variable_column", fails)
     with uncollected():
         iterator, found = iter(ds), []
-        arena = weakref.ref(ds._engine().run.core.memory.blocks)
+        arena = weakref.ref(ds._engine().core.memory.blocks)
         with suppress(DecodeError):
             for batch in iterator:
                 found += numbers(batch)
@@ -444,7 +444,7 @@ def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
     for batch in ds:
         assert [row[0] for row in batch["x"]] == [i % 251 for i in batch["index"].tolist()]
         # 8 MiB are selected; a request reads 1 MiB at most
-        assert ds._engine().run.core.memory.bodies.used < 24 << 20
+        assert ds._engine().core.memory.bodies.used < 24 << 20
 
 
 # steps that are gathered together, and one that needs more blocks than are requested ahead
@@ -594,7 +594,7 @@ def test_a_pass_is_complete_with_its_last_batch_without_another_next(data, batch
         assert (ds.epoch, state["epoch"], state["position"]) == (epoch + 1, epoch + 1, 0)
         assert state == ds.state_dict(batches=len(ds))
         assert list(iterator) == list(iterator) == []
-    assert ds._engine().run.passes >= 2  # and it went on with what was loaded ahead
+    assert ds._engine().core.passes >= 2  # and it went on with what was loaded ahead
 
 
 def test_stats_say_what_was_done(url):

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.engine.engine import Prefetcher
+from streamloader.engine.engine import Planner
 from streamloader.engine.executor import Threads
 
 SECONDS = 300.0
 
 
-def started(items: Iterator[int], most: int) -> tuple[Prefetcher, threading.Thread]:
-    ahead = Prefetcher(items, most)
+def started(items: Iterator[int], most: int) -> tuple[Planner, threading.Thread]:
+    ahead = Planner(items, most)
     thread = threading.Thread(target=ahead.run, daemon=True)
     thread.start()
     return ahead, thread
 
 
-def taken(ahead: Prefetcher) -> Iterator[int]:
+def taken(ahead: Planner) -> Iterator[int]:
     while ahead.has_next(wait=True):
         yield ahead.take()
 
@@ -93,7 +93,7 @@ def test_an_error_ends_the_items_and_is_raised_in_the_thread():
         yield 1
         raise ValueError("no more")
 
-    ahead = Prefetcher(items(), 3)
+    ahead = Planner(items(), 3)
     with pytest.raises(ValueError, match="no more"):
         ahead.run()
     assert list(taken(ahead)) == [1]

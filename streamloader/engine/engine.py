@@ -5,9 +5,9 @@
                     v                        |
               [fetch jobs: ranged read -> verify -> decode into the slot]
 
-Only the assembler admits and releases blocks, so memory accounting needs no lock. Threads hold the `Assembler`; its
-owners hold the `Run`, and deleting the run ends the threads. A consumer iterates over one pass, a `Pipeline`. Deleting
-an incomplete pipeline ends its run; after a complete one, an endless run continues with the next pass.
+Only the assembler admits and releases blocks, so memory accounting needs no lock. Threads hold the `Assembler`, and
+deleting the `Engine` ends them. A consumer iterates over one pass, a `Pipeline`. Deleting an incomplete pipeline ends
+the threads too; after a complete one, those of an endless engine continue with the next pass.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Engine:
         self.counters = counters
         assert isinstance(config.workers, int)
         self.executor = Executor(config.workers, partial(self.counters.add, workers_replaced=1))
-        self.run: Run | None = None
+        self.core: Assembler | None = None  # of the last pass
+        self._end_threads: weakref.finalize[..., Any] | None = None
+        self._begun = 0  # passes of these threads
+        self._upcoming: EpochPlan | None = None
         self._names = datasets[0].names
         # Threads hold the options of their stages, which must not keep the owner of the transform alive.
         self._config = replace(config, transform=None)
@@ -81,13 +84,12 @@ class Engine:
 
     def start(self, plan: EpochPlan) -> Pipeline:
         """Start a pass and return its pipeline. Raises `MemoryBudgetError` before any sample is read."""
-        run = self.run
-        if run is not None and run.expects(plan):
-            return run.next_pass()
+        core = self.core
+        if core is not None and core.endless and core.passes == self._begun and self._upcoming == plan:
+            return self._next_pass(plan)
         # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
-        endless = run is not None and run.passes > 0
-        if run is not None:
-            run.close()
+        endless = core is not None and core.passes > 0
+        self._end()
         self.executor.start()
         resident, budget = self.plan_memory(plan.share, plan.steps_at_once)
         self._load_resident(resident)
@@ -108,9 +110,21 @@ class Engine:
         stages = Stages(options, memory, self.executor, fetcher.fail)
         planned = plans(plan._replace(resident=not streamed), self.executor.map, endless=endless)
         rows = plan.share.batch * plan.steps_at_once
-        prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // rows)))
-        self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
-        return self.run.next_pass()
+        planner = Planner(planned, most=min(PLANNED, max(2, PLANNED_ROWS // rows)))
+        self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
+        threads = Threads("assemble", 2, core.fail)
+        self._end_threads = finalize(self, _close, core, threads)
+        self._begun = 0
+        threads.run(core.run)
+        threads.run(planner.run)
+        return self._next_pass(plan)
+
+    def _next_pass(self, plan: EpochPlan) -> Pipeline:
+        assert self.core is not None
+        assert self._end_threads is not None
+        self._begun += 1
+        self._upcoming = plan.following()
+        return Pipeline(self, self.core, self._end_threads)
 
     def close(self) -> None:
         """End the threads of the last pass and of a pass that is loaded ahead, and free their memory.
@@ -118,9 +132,12 @@ class Engine:
         A thread that waits for the store in `start` gets an `EngineError`.
         """
         self._closed.set()
-        run, self.run = self.run, None
-        if run is not None:
-            run.close()
+        self.core = None
+        self._end()
+
+    def _end(self) -> None:
+        if self._end_threads is not None:
+            self._end_threads()
 
     def _load_resident(self, names: Sequence[str]) -> None:
         self._closed = threading.Event()
@@ -136,10 +153,10 @@ class Engine:
 
     def _memory(self, names: Sequence[str], budget: Budget, block: int) -> Memory:
         """Return the memory of the last run if it fits and no thread can still write to it, else new memory."""
-        run, self.run = self.run, None
-        if run is not None:
-            memory = run.core.memory
-            ended = memory.is_for(names, block, budget) and run.core.join(JOIN_SECONDS)
+        core, self.core = self.core, None
+        if core is not None:
+            memory = core.memory
+            ended = memory.is_for(names, block, budget) and core.join(JOIN_SECONDS)
             if budget.exact:
                 trim_heaps()  # of the thread that made bytes and texts, which another one replaces
             if ended:
@@ -232,7 +249,7 @@ class Engine:
         )
 
 
-class Prefetcher:
+class Planner:
     """Makes up to `most` plans ahead. One thread runs it, another one takes plans, and any thread may close it."""
 
     def __init__(self, plans: Iterator[BatchPlan | None], most: int) -> None:
@@ -279,53 +296,22 @@ class Prefetcher:
             self._changed.notify_all()
 
 
-class Run:
-    """The threads of one pass or, if `endless`, of one pass after the other, each loaded while the last one drains."""
-
-    def __init__(self, core: Assembler, first: EpochPlan, transform: HeldTransform | None, *, endless: bool) -> None:
-        self.core = core
-        self.passes = 0  # that their consumers completed
-        self._begun = 0  # passes
-        self._upcoming = first
-        self._transform = transform  # kept alive here, since threads have a weak reference
-        self._endless = endless
-        threads = Threads("assemble", 2, core.fail)
-        self.close = finalize(self, _end, core, threads)
-        threads.run(core.run)
-        threads.run(core.plans.run)
-
-    @property
-    def alive(self) -> bool:
-        """Whether another pass can begin."""
-        return self._endless and self.close.alive
-
-    def expects(self, plan: EpochPlan) -> bool:
-        """Return whether `plan` is the next pass and the current one is complete."""
-        return self.alive and self.passes == self._begun and self._upcoming == plan
-
-    def next_pass(self) -> Pipeline:
-        """Begin the next pass."""
-        self._begun += 1
-        self._upcoming = self._upcoming.following()
-        return Pipeline(self)
-
-
-def _end(core: Assembler, threads: Threads) -> None:
+def _close(core: Assembler, threads: Threads) -> None:
     core.close()
     threads.close()
 
 
 class Pipeline:
-    """Iterates over the finished batches of a run's next pass, in their order.
+    """Iterates over the finished batches of a pass, in their order.
 
     An error is raised at the batch that it belongs to. `completed`: the last batch was returned. `close()`, or deleting
-    the pipeline, before that ends the run; a thread that waits for a batch gets an `EngineError`. One thread at a time
-    may ask for batches; any thread may close.
+    the pipeline, before that ends the threads; a thread that waits for a batch gets an `EngineError`. One thread at a
+    time may ask for batches; any thread may close.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.close = finalize(self, run.close)
+    def __init__(self, engine: Engine, core: Assembler, end_threads: weakref.finalize[..., Any]) -> None:
+        self._engine, self._core = engine, core  # threads have a weak reference to the engine's transform
+        self.close = finalize(self, end_threads)
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False
@@ -340,11 +326,11 @@ class Pipeline:
         self.check_process()
         asked = time.perf_counter()
         try:
-            self._next = batch = self._next or self._run.core.next_ready()
+            self._next = batch = self._next or self._core.next_ready()
             if batch is None:
                 self.completed = True
-                self._run.passes += 1
-                if self._run.alive:
+                self._core.passes += 1
+                if self._core.endless:
                     self.close.detach()
                 self.close()
                 raise StopIteration
@@ -355,7 +341,7 @@ class Pipeline:
             raise
         self._next = None
         samples = len(batch.plan.samples)
-        self._run.core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
+        self._core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
         return batch
 
     def check_process(self) -> None:
@@ -365,7 +351,7 @@ class Pipeline:
 
     def _finish(self, batch: Batch) -> None:
         """Wait for the batch, and raise its error."""
-        core = self._run.core
+        core = self._core
         if not batch.copied.is_set():
             with core.counters.timed("gather_seconds"):
                 while not batch.copied.wait(SIGNAL_SECONDS):
@@ -388,10 +374,14 @@ class Pipeline:
 class Assembler:
     """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
 
-    def __init__(self, plans: Prefetcher, fetcher: Fetcher, stages: Stages, memory: Memory) -> None:
+    def __init__(
+        self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool = False
+    ) -> None:
         self.plans = plans
+        self.endless = endless  # one pass after the other, until this is closed
         self.stages = stages
         self.memory = memory
+        self.passes = 0  # that their consumers completed
         self.counters = memory.counters
         self._fetcher = fetcher
         self._blocks = memory.blocks
@@ -529,7 +519,7 @@ class Assembler:
 
     def close(self) -> None:
         """Let the threads end."""
-        self._closed = True
+        self._closed, self.endless = True, False
         self.plans.close()
         self._places.release()
         self._fetcher.close()

@@ -207,7 +207,7 @@ EXIT_SECONDS = 5.0
 
 
 class Stages:
-    """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
+    """Gathers, decodes and transforms batches. Threads hold this object, never the `Engine`."""
 
     def __init__(self, options: StageOptions, memory: Memory, executor: Executor, on_error: OnError) -> None:
         self._options, self._config, self._executor = options, options.config, executor
