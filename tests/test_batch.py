@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from streamloader.engine.arena import Arena
 from streamloader.engine.memory import Buffers
-from streamloader.engine.residence import LARGE_ROW, Ragged, Spans, variable_column
+from streamloader.engine.residence import LARGE_ROW, Chunks, Ragged
 from streamloader.engine.stages import copy_all
 from streamloader.errors import CorruptError, DecodeError
+from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Layout, Pack, Shuffle
@@ -23,6 +24,7 @@ from streamloader.order.schedule import BatchPlan
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 
+ARENA = Arena(shared=False)
 lengths = st.lists(st.integers(0, 70), max_size=20)
 
 
@@ -30,13 +32,16 @@ def column(spec: str, items: list[bytes], buffers: Buffers, pack: Pack | None = 
     """The column of these samples, which lie at odd places of one buffer."""
     buffer = b"\xff" + b"\xff".join(items)
     starts = 1 + np.cumsum([0, *(len(item) + 1 for item in items)])[: len(items)]
-    memory = np.frombuffer(buffer, np.uint8)
-    rows = Spans(memory, starts.astype(np.int64), np.array([len(item) for item in items], np.int64))
+    memory = ARENA.allocate(len(buffer))
+    memory[:] = np.frombuffer(buffer, np.uint8)
+    stops = starts + [len(item) for item in items]
+    chunks = Chunks("f", Field.parse(spec), ARENA, (1, len(items)), pack)
+    chunks.place(0, 0, Items(memory.data, starts.astype(np.int64), stops.astype(np.int64)))
     samples = np.arange(len(items)) + 100
     plan = BatchPlan(0, 0, len(items), *(samples,) * 5, (), ())
-    found, copies = variable_column(("f", Field.parse(spec)), rows, plan, buffers, pack)
+    found, copies = chunks.gather(np.arange(len(items)), plan, buffers)
     copy_all(copies)
-    return found
+    return found["f"]
 
 
 class DirtyBuffers(Buffers):

@@ -20,9 +20,8 @@ from leaks import uncollected
 from torch.utils.data import DataLoader
 from transform_tasks import slow
 
-from streamloader.engine import residence
 from streamloader.engine.engine import Pipeline
-from streamloader.engine.residence import variable_column
+from streamloader.engine.residence import Chunks
 from streamloader.engine.stages import Batch
 from streamloader.errors import (
     BatchError,
@@ -410,12 +409,14 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
     datasets.write(tmp_path / "d", 256, ["x", "name"])
     ds = StreamingDataset(tmp_path / "d", batch_size=batch_size, shuffle=False, with_index=True)
 
-    def fails(field: Any, rows: Any, plan: Any, *args: Any) -> Any:
+    gather = Chunks.gather
+
+    def fails(chunks: Any, places: Any, plan: Any, *args: Any) -> Any:
         if 30 in plan.samples:
             raise DecodeError("sample 30 is bad", "repair it")
-        return variable_column(field, rows, plan, *args)
+        return gather(chunks, places, plan, *args)
 
-    monkeypatch.setattr(residence, "variable_column", fails)
+    monkeypatch.setattr(Chunks, "gather", fails)
     with uncollected():
         iterator, found = iter(ds), []
         arena = weakref.ref(ds._engine().core.memory.blocks)

@@ -118,8 +118,10 @@ class Blocks:
         residence: Any = self.residences[reader.name]
         return residence.open(slot, ref, reader, memory)
 
-    def open_kept(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
-        """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
+    def incomplete(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
+        """Return the fields to read for a block: all, or those of which memory that is kept does not have all."""
+        if not self._kept:
+            return [*self.residences]
         slot = self.claim(ref.ticket)
         kept = self._kept.items()
         return [name for name, each in kept if each.open_kept(slot, readers[name], ref.start, ref.stop)]

@@ -227,10 +227,8 @@ class Fetcher:
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block whose slot has been reserved."""
         block, self._next_block = self._next(ref), None
-        names: Sequence[str] = self._names
-        if self._budget.keeps:
-            names = self._memory.open_kept(block.ref, block.dataset.region_readers)
-            block.left = len(names)
+        names = self._memory.incomplete(block.ref, block.dataset.region_readers)
+        block.left = len(names)
         with self._changed:
             self._blocks[ref.ticket] = block
             self.ledger.open(ref.ticket, block.expected)

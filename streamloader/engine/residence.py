@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,14 +138,50 @@ class Chunks:
     def gather(self, places: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
         """Return the column of a batch, and what must be copied to it: the rows at `places`.
 
-        Raises `DecodeError`, which names the sample, for bytes that are invalid for the field.
+        The column of a variable size is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises
+        `DecodeError`, which names the sample, for bytes that are invalid for the field.
         """
-        rows = Spans(self._arena.bytes, *self.table[places].T.copy())
-        if not self.field.fixed:
-            column, copies = variable_column((self.name, self.field), rows, plan, buffers, self._pack)
-            return {self.name: column}, copies
-        out = buffers.lease((len(places), *self.field.shape), self.field.dtype, LIVE_BATCHES)
-        return {self.name: out}, [Copy(flat(out), rows.memory, rows.starts, rows.sizes, rows.edges()[:-1])]
+        field = self.field
+        if field.kind in ("bytes", "text"):
+            return {self.name: self._objects(places, plan)}, []
+        starts, sizes = self.table[places].T.copy()
+        edges = np.zeros(len(places) + 1, np.int64)
+        np.cumsum(sizes, out=edges[1:])
+        if field.fixed:
+            out = buffers.lease((len(places), *field.shape), field.dtype, LIVE_BATCHES)
+            return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, sizes, edges[:-1])]
+        if np.any(edges % field.item_bytes):
+            self._check(places, plan)
+        columns, copies = [], []
+        step_rows = max(1, len(places) if self._pack is None else plan.step_rows)
+        for first in range(0, max(1, len(places)), step_rows):  # a row of packed values has samples of one step only
+            steps, part = slice(first, first + step_rows), edges[first : first + step_rows + 1] - edges[first]
+            columns.append(self._lease_ragged(part // field.item_bytes, buffers))
+            copies.append(Copy(flat(columns[-1].values), self._arena.bytes, starts[steps], sizes[steps], part[:-1]))
+        return {self.name: columns[0] if len(columns) == 1 else PackedSteps(columns)}, copies
+
+    def _objects(self, places: Ints, plan: BatchPlan) -> list[Any]:
+        """Return rows as bytes or str."""
+        make = bytes if self.field.kind == "bytes" else partial(str, encoding="utf-8")
+        try:
+            return [make(item) for item in self.items(places)]
+        except ValueError:
+            self._check(places, plan)
+            raise
+
+    def _lease_ragged(self, offsets: Ints, buffers: Buffers) -> Ragged:
+        """Return a column for rows with these offsets, with its padding if it is packed."""
+        count, pack = int(offsets[-1]), self._pack
+        shape = (count, *self.field.shape) if pack is None else (-(-count // pack.length), pack.length)
+        values = buffers.lease(shape, self.field.dtype)
+        if pack is not None:
+            values.reshape(-1)[count:] = pack.pad
+        return Ragged(values, offsets)
+
+    def _check(self, places: Ints, plan: BatchPlan) -> None:
+        """Raise `DecodeError` for the first row that is invalid."""
+        for item, sample in zip(self.items(places), plan.samples.tolist(), strict=True):
+            from_bytes(self.name, self.field, item, sample)
 
 
 def _request_demand(readers: Sequence[FieldReader], block: int, mean: float) -> Demand:
@@ -172,62 +209,6 @@ def place_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, i
     start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
     table[low:high, 0] = items.starts[part] + start
     table[low:high, 1] = items.stops[part] - items.starts[part]
-
-
-class Spans(NamedTuple):
-    """Where variable-length rows are: row i is `memory[starts[i] : starts[i] + sizes[i]]`."""
-
-    memory: NDArray[np.uint8]
-    starts: Ints
-    sizes: Ints
-
-    def edges(self) -> Ints:
-        """Return the byte at which each row begins once they are concatenated, and the end."""
-        edges = np.zeros(len(self.starts) + 1, np.int64)
-        np.cumsum(self.sizes, out=edges[1:])
-        return edges
-
-    def items(self) -> list[memoryview]:
-        """Return the bytes of each row."""
-        stops = (self.starts + self.sizes).tolist()
-        return [self.memory.data[start:stop] for start, stop in zip(self.starts.tolist(), stops, strict=True)]
-
-
-def variable_column(
-    field: tuple[str, Field], rows: Spans, plan: BatchPlan, buffers: Buffers, pack: Pack | None = None
-) -> tuple[Any, list[Copy]]:
-    """Return the column of a variable-length field, given with its name, and what must be copied to it.
-
-    The column is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises `DecodeError`, which names the
-    sample, for bytes that are invalid for the field.
-    """
-    name, kind = field
-    try:
-        if kind.kind == "bytes":
-            return [bytes(item) for item in rows.items()], []
-        if kind.kind == "text":
-            return [str(item, "utf-8") for item in rows.items()], []
-        edges = rows.edges()
-        if np.any(edges % kind.item_bytes):
-            raise ValueError("a sample ends within a row")
-    except ValueError:
-        for item, sample in zip(rows.items(), plan.samples.tolist(), strict=True):
-            from_bytes(name, kind, item, sample)  # raises for the invalid item
-        raise
-    columns, copies = [], []
-    step_rows = max(1, len(rows.starts) if pack is None else plan.step_rows)
-    for first in range(0, max(1, len(rows.starts)), step_rows):  # a row of packed values has samples of one step only
-        part = edges[first : first + step_rows + 1] - edges[first]
-        offsets = part // kind.item_bytes
-        count = int(offsets[-1])
-        shape = (count, *kind.shape) if pack is None else (-(-count // pack.length), pack.length)
-        values = buffers.lease(shape, kind.dtype)
-        if pack is not None:
-            values.reshape(-1)[count:] = pack.pad
-        columns.append(Ragged(values, offsets))
-        steps = slice(first, first + step_rows)
-        copies.append(Copy(flat(values), rows.memory, rows.starts[steps], rows.sizes[steps], part[:-1]))
-    return columns[0] if len(columns) == 1 else PackedSteps(columns), copies
 
 
 class PackedSteps(NamedTuple):

@@ -29,7 +29,6 @@ Bound = tuple[int, ...]  # an element of a region for each dimension
 BOX_CACHE = 512
 SAMPLED_BLOCKS = 64  # whose sizes are compared to find the memory of a block
 REREAD = 1.15  # how often chunks are read, at most, if blocks may be wide enough
-ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their own metadata
 
 
 class Slice(NamedTuple):

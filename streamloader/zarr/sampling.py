@@ -36,17 +36,7 @@ from streamloader.order.anchors import (
 from streamloader.storage import Store, open_store
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
-from streamloader.zarr.columns import (
-    ARRAYS,
-    ArrayFields,
-    Member,
-    Output,
-    Part,
-    RegionColumn,
-    RegionReader,
-    Slice,
-    wider_block,
-)
+from streamloader.zarr.columns import ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice, wider_block
 from streamloader.zarr.coordinates import TIME_CHANNELS, Coordinate, Span
 from streamloader.zarr.metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
 from streamloader.zarr.reader import ArrayReader, find_index, parse_channel
@@ -720,7 +710,8 @@ def _manifest(store: Store, arrays: ArrayFields) -> tuple[Manifest, OrderPin]:
         sparse = column.rows is not None
         kind = Field("ragged", column.dtype) if sparse else Field("tensor", column.dtype, column.outputs[0].shape)
         size = samples * column.sample_bytes if sparse else samples * kind.item_bytes
-        layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
+        # chunks have the codecs of their own metadata
+        layouts[name] = FieldLayout(kind, block, block, "zarr", resident=False, nbytes=size, stored=size)
         tables[name] = _digest(column, anchors)
     readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
     return Manifest(samples, block, layouts, _pinned_order(samples, block, readers), tables), _order(block, readers)
