@@ -42,22 +42,17 @@ class Dataset:
     arrays: ArrayFields | None = None
 
     @cached_property
-    def readers(self) -> dict[str, FieldReader]:
-        """The reader of each field; none for arrays."""
-        names = self.names if self.arrays is None else ()
-        return {name: FieldReader(self.store, self.manifest, name) for name in names}
-
-    @cached_property
-    def region_readers(self) -> dict[str, RegionReader]:
-        """The reader of each field of arrays."""
+    def readers(self) -> dict[str, FieldReader | RegionReader]:
+        """The reader of each field."""
         if self.arrays is None:
-            return {}
+            return {name: FieldReader(self.store, self.manifest, name) for name in self.names}
         layouts = self.layouts
         return {name: RegionReader(self.store, name, layouts[name], self.arrays) for name in self.names}
 
-    def reader(self, name: str) -> FieldReader | RegionReader:
-        """Return the reader of a field."""
-        return self.readers[name] if self.arrays is None else self.region_readers[name]
+    @cached_property
+    def region_readers(self) -> dict[str, RegionReader]:
+        """The readers of fields of arrays."""
+        return {name: reader for name, reader in self.readers.items() if isinstance(reader, RegionReader)}
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -84,7 +79,7 @@ class Dataset:
     def index_bytes(self) -> int:
         """The bytes of cached chunk tables and of the numbers of selected samples."""
         selected = 0 if self.selection is None else self.selection.samples.nbytes
-        return selected + sum(self.reader(name).kept_bytes for name in self.names)
+        return selected + sum(self.readers[name].kept_bytes for name in self.names)
 
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
@@ -99,20 +94,21 @@ class Dataset:
 
         `chosen`: the chunks of arrays to read, by default all.
         """
-        if self.arrays is not None:
-            return self.region_readers[name].runs(start, stop, chosen)
+        reader = self.readers[name]
+        if isinstance(reader, RegionReader):
+            return reader.runs(start, stop, chosen)
         if self.selection is None:
-            return self.readers[name].runs(start, stop)
-        return self.readers[name].runs_of(self.selection.samples[start:stop], start)
+            return reader.runs(start, stop)
+        return reader.runs_of(self.selection.samples[start:stop], start)
 
     def expected(self, name: str, start: int, stop: int, *, counted: bool) -> tuple[Sequence[Any] | None, int]:
         """Return the requests for a field of samples, and the estimated bytes that they decode to, 0 unless `counted`.
 
         None instead of requests that `counted` does not need, unless it is simple to tell that planning sends none.
         """
-        if self.arrays is not None:
-            return None, self.region_readers[name].block_bytes(start, stop) if counted else 0
         reader = self.readers[name]
+        if isinstance(reader, RegionReader):
+            return None, reader.block_bytes(start, stop) if counted else 0
         if not counted and (self.selection is not None or not reader.knows_runs(start, stop)):
             return None, 0
         runs = self.runs(name, start, stop)

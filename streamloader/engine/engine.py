@@ -144,7 +144,7 @@ class Engine:
         sleep = sleeper(self._closed)
         for name in names:
             if name not in self._resident:
-                readers = [data.readers[name] for data in self.datasets]
+                readers = self._readers(name)
                 ends = list(accumulate(reader.num_samples for reader in readers))
                 rows = Rows(name, readers[0].layout.field, self.executor.arena, (1, ends[-1]))
                 for reader, data, end in zip(readers, self.datasets, ends, strict=True):
@@ -162,7 +162,7 @@ class Engine:
             if ended:
                 memory.blocks.clear()
                 return memory._replace(budget=budget)
-        readers = {name: self.datasets[0].reader(name) for name in names}
+        readers = {name: self.datasets[0].readers[name] for name in names}
         return Memory.of(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
@@ -232,7 +232,7 @@ class Engine:
         return [(resident, self._demand(resident, share, steps_at_once)) for resident in sets]
 
     def _readers(self, name: str) -> list[Any]:
-        return [dataset.reader(name) for dataset in self.datasets]
+        return [dataset.readers[name] for dataset in self.datasets]
 
     def _demand(self, resident: Sequence[str], share: EpochShare, steps_at_once: int) -> Demand:
         """Return the demand with these fields resident."""

@@ -150,7 +150,7 @@ class Fetcher:
     ) -> None:
         self._executor = executor
         self._shared = {
-            (dataset, name): executor.share((dataset.reader(name), dataset.store))
+            (dataset, name): executor.share((dataset.readers[name], dataset.store))
             for dataset in datasets
             for name in names
         }
@@ -353,7 +353,7 @@ class Fetcher:
 
     def _add_pieces(self, block: LoadingBlock, name: str, runs: Sequence[Any]) -> None:
         """Divide a field of a block into pieces, and queue them. Requires the lock."""
-        pieces = [Piece(block, block.dataset.reader(name), run) for run in runs]
+        pieces = [Piece(block, block.dataset.readers[name], run) for run in runs]
         block.left += len(pieces) - 1
         self._pieces.update(pieces)
         if not self._closed.is_set():

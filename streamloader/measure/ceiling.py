@@ -175,8 +175,9 @@ def image_ceiling(
 def _runs(dataset: Dataset, passes: int) -> Iterator[tuple[FieldReader, Run, int]]:
     """Yield (reader, run, samples) of each request: the samples that are complete after it."""
     count, block = dataset.num_samples, dataset.manifest.order.block
-    resident = [reader for reader in dataset.readers.values() if reader.layout.resident]
-    streamed = [reader for reader in dataset.readers.values() if not reader.layout.resident]
+    readers = [reader for reader in dataset.readers.values() if isinstance(reader, FieldReader)]  # none of arrays
+    resident = [reader for reader in readers if reader.layout.resident]
+    streamed = [reader for reader in readers if not reader.layout.resident]
     yield from _block_runs(resident, 0, count, 0 if streamed else count)  # resident fields are read once
     blocks = -(-count // block) if streamed else 0
     for number in range(passes if blocks else 0):
