@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from streamloader.conversion.sources import ranged_io
-from streamloader.conversion.sources.base import BadSample, Source, raise_bad
+from streamloader.conversion.sources.base import BadSample, RowSource, raise_bad
 from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.ranged_io import read_range
@@ -94,12 +94,12 @@ CASES = {
 READABLE = [src for src, case in CASES.items() if not case.needs or find_spec(case.needs)]
 
 
-def opened(src: Path | str, fields: Any = None, name: str | None = None, storage: Any = None, **how: Any) -> Source:
+def opened(src: Path | str, fields: Any = None, name: str | None = None, storage: Any = None, **how: Any) -> RowSource:
     """Open a source with a selection of fields, which may be given its `fill` and `raw`."""
     return open_source(src, name, storage or {}, parse_selection(fields, **how))[1]
 
 
-def read(source: Source, rows: Any = None, on_bad: Callable[[BadSample], None] = raise_bad) -> dict[str, Any]:
+def read(source: RowSource, rows: Any = None, on_bad: Callable[[BadSample], None] = raise_bad) -> dict[str, Any]:
     """Read the columns of some rows, or of all."""
     return source.fragment(np.arange(source.num_samples) if rows is None else np.array(rows, np.int64))(on_bad)
 
@@ -111,7 +111,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def samples_of(source: Source, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+def samples_of(source: RowSource, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the samples that columns hold, with the values that a dataset gives."""
     assert set(columns) == set(source.fields)
     assert len({len(column) for column in columns.values()}) == 1
@@ -135,13 +135,13 @@ def written_as(samples: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[
     return [{name: one(name, value, wanted.get(name)) for name, value in sample.items()} for sample, wanted in pairs]
 
 
-def rows_of(source: Source, rows: Any = None, on_bad: Any = raise_bad, part: Any = None) -> list[dict[str, Any]]:
+def rows_of(source: RowSource, rows: Any = None, on_bad: Any = raise_bad, part: Any = None) -> list[dict[str, Any]]:
     """Read some rows, or all, or those of a part, as expected.json writes them."""
     samples = samples_of(source, part(on_bad) if part else read(source, rows, on_bad))
     return written_as(samples, [{}] * len(samples))
 
 
-def bad_rows(source: Source, rows: Any = None) -> tuple[list[dict[str, Any]], list[BadSample]]:
+def bad_rows(source: RowSource, rows: Any = None) -> tuple[list[dict[str, Any]], list[BadSample]]:
     """Read some rows, or all; return the good ones, and what is bad."""
     bad: list[BadSample] = []
     return rows_of(source, rows, bad.append), bad
@@ -155,7 +155,7 @@ def kinds_of(source: Any) -> dict[str, str]:
 BadCase = tuple[Callable[[Path], Any], str]
 
 
-def assert_error(kind: Any, message: str, src: Source | Path | str, chosen: Any = None, **how: Any) -> None:
+def assert_error(kind: Any, message: str, src: RowSource | Path | str, chosen: Any = None, **how: Any) -> None:
     """Opening a source (with the fields `chosen`), or reading an open one (these rows), must fail with this error."""
     with pytest.raises(kind, match=message):
         opened(src, chosen, **how) if isinstance(src, Path | str) else read(src, chosen)

@@ -20,7 +20,7 @@ from streamloader import errors
 from streamloader.conversion.executors import EngineChoice, Executor, open_executor, run_tasks
 from streamloader.conversion.row_order import SEED, SampleRows, Splits, assign, own_rows
 from streamloader.conversion.shard_task import ON_ERROR, OnError, Outcome, Quarantine, SkippedSample, Task, read_skipped
-from streamloader.conversion.sources.base import Source, raise_bad_rows, spread_rows
+from streamloader.conversion.sources.base import RowSource, raise_bad_rows, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, choose
 from streamloader.conversion.sources.files import list_source
 from streamloader.conversion.sources.formats import open_source
@@ -181,7 +181,7 @@ class TransformOptions(Option):
         """The splits as text, `train=9/10,val=1/10`. Their order determines the assignment of rows."""
         return ",".join(f"{name}={share}" for name, share in self.splits.items())
 
-    def apply(self, source: Source) -> Source:
+    def apply(self, source: RowSource) -> RowSource:
         """Return the source with images re-encoded, mapped, and with the selected fields. A map reads some rows."""
         if self.recode is not None:
             source = recode_source(source, self.recode)
@@ -257,7 +257,7 @@ class Schema:
         return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options, decoded=self.decoded)
 
 
-def probe(source: Source, options: Layout, keep_bad: bool) -> Schema:
+def probe(source: RowSource, options: Layout, keep_bad: bool) -> Schema:
     """Read some rows, and choose the codecs; the same source gives the same schema.
 
     `keep_bad` ignores bad samples, which the tasks of their shards will find; otherwise the first is a `SourceError`.
@@ -312,7 +312,7 @@ class SplitPlan:
 class Job:
     """A planned conversion. `document` is the content of the job file."""
 
-    source: Source
+    source: RowSource
     preview: Preview
     splits: tuple[SplitPlan, ...]
     document: Mapping[str, Any]
@@ -323,7 +323,7 @@ class Job:
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
 
-def make_job(source: Source, format_name: str, transforms: TransformOptions, keep_bad: bool) -> Job:
+def make_job(source: RowSource, format_name: str, transforms: TransformOptions, keep_bad: bool) -> Job:
     """Plan a conversion; the same source and options give the same job. Reads some rows.
 
     Raises `UsageError` for a split without samples, and as `probe`.
@@ -353,7 +353,7 @@ def make_job(source: Source, format_name: str, transforms: TransformOptions, kee
 
 
 def _split_rows(
-    source: Source, transforms: TransformOptions
+    source: RowSource, transforms: TransformOptions
 ) -> Iterator[tuple[str, NDArray[np.int64] | range, Mapping[str, Any] | None]]:
     """Yield the name, the rows and the provenance of each split: of the given splits, or else of the source's own."""
     own = source.notes.get("splits") or {}
@@ -372,7 +372,7 @@ def _split_rows(
         yield "", range(source.num_samples), None
 
 
-def describe_source(source: Source, format_name: str) -> dict[str, Any]:
+def describe_source(source: RowSource, format_name: str) -> dict[str, Any]:
     """Return the entry of a source in the provenance, with the SHA-256 of its files' paths, sizes and etags."""
     digest = hashlib.sha256(list_files(source.files)).hexdigest()
     return {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Fragment, RowNumbers, Source, raise_bad_rows, take_rows
+from streamloader.conversion.sources.base import BadSample, Fragment, RowNumbers, RowSource, raise_bad_rows, take_rows
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
 from streamloader.format.opening import read_lines
@@ -149,7 +149,9 @@ class Task:
     job: str = ""
 
     @classmethod
-    def of(cls, source: Source, rows: RowNumbers, store: Store, geometry: Geometry, shard: int, **options: Any) -> Self:
+    def of(
+        cls, source: RowSource, rows: RowNumbers, store: Store, geometry: Geometry, shard: int, **options: Any
+    ) -> Self:
         """Return the task that writes these rows of the source, in this order, as one shard."""
         order = None if bool(np.all(rows[1:] > rows[:-1])) else np.argsort(np.argsort(rows))
         rows = np.sort(rows)

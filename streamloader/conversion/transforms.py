@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragment, OnBad, Source, read_kept
+from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragment, OnBad, RowSource, read_kept
 from streamloader.conversion.sources.fields import FieldSelection, FieldsOption, flatten, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
@@ -101,7 +101,7 @@ def _source_text(named: Any) -> str:
     return str(named.__qualname__)
 
 
-def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Source:
+def map_source(source: RowSource, mapper: Mapper, selection: FieldSelection) -> RowSource:
     """Return a source of the samples that the function returns. Raises as `open_records`."""
 
     def cut(rows: NDArray[np.int64]) -> MappedFragment:
@@ -252,7 +252,7 @@ def parse_recode(resize: str | int | tuple[int, int] | None, quality: int | None
     return Recode(sides[0] if len(sides) == 1 else (sides[0], sides[1]), quality)
 
 
-def recode_source(source: Source, recode: Recode) -> Source:
+def recode_source(source: RowSource, recode: Recode) -> RowSource:
     """Return the source with its images re-encoded. Raises `UsageError` if it has no field of images."""
     images = tuple(name for name, f in source.fields.items() if f.kind == "bytes" and f.encoding in _IMAGES)
     if not images:

@@ -19,7 +19,7 @@ from streamloader.conversion.executors import open_executor, parse_engine, run_t
 from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
-from streamloader.conversion.sources.base import Bad, Columns, Source
+from streamloader.conversion.sources.base import Bad, Columns, RowSource
 from streamloader.conversion.sources.fields import FieldSelection, choose, transform_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.transforms import parse_map, parse_recode
@@ -136,7 +136,7 @@ def abandon(
     return True
 
 
-def _check_arrays(opened: Opened, source: Source) -> None:
+def _check_arrays(opened: Opened, source: RowSource) -> None:
     """Raise `FieldError` if the coordinates and attributes beside the fields are not those of the dataset."""
     beside = source.beside() if "beside" in opened.manifest.provenance else {}
     differ = [path for path, data in beside.items() if opened.store.get(path) != data]
@@ -150,7 +150,7 @@ def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
     return {key: [*names, *(new for new in source.get(key, ()) if new not in names)] for key, names in dataset.items()}
 
 
-def relabel(source: Source, classes: Classes) -> Source:
+def relabel(source: RowSource, classes: Classes) -> RowSource:
     """Return the source with the class numbers of a dataset that has the `classes`; new classes get the next numbers.
 
     Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes, and for a class
@@ -241,7 +241,7 @@ class _Append:
     opened: Opened
     split: str | None
     format: str
-    source: Source
+    source: RowSource
     transforms: TransformOptions
     run_options: RunOptions
 
@@ -367,7 +367,7 @@ class _Append:
         raise DestinationError(problem, "stop other writers, and run the append again")
 
 
-def _target(base: Manifest, source: Source) -> Manifest:
+def _target(base: Manifest, source: RowSource) -> Manifest:
     """Return the manifest whose layout the new samples get: a new layout if the dataset is empty, else that of `base`.
 
     Raises `DestinationError` if the resident fields would exceed the limit of readers, and `UsageError` if the new
@@ -391,7 +391,7 @@ def _target(base: Manifest, source: Source) -> Manifest:
     return base
 
 
-def _check_decoded(base: Manifest, source: Source) -> None:
+def _check_decoded(base: Manifest, source: RowSource) -> None:
     """Raise `UsageError` if a shard of new samples decodes to too many bytes, because a worker holds it in memory.
 
     Measures some of the samples, as a conversion does before it chooses its samples per shard.
@@ -407,7 +407,7 @@ def _check_decoded(base: Manifest, source: Source) -> None:
             raise UsageError(f"field {name!r} has {sizes}: {problem}", remedy)
 
 
-def _matching(source: Source, base: Manifest) -> Source:
+def _matching(source: RowSource, base: Manifest) -> RowSource:
     """Return the source with exactly the dataset's fields. Raises `FieldError` if an encoding differs."""
     fields = {name: layout.field for name, layout in base.fields.items()}
     for name, field in fields.items():

@@ -24,7 +24,7 @@ from streamloader.conversion.api import default_options
 from streamloader.conversion.job import FILES, Listener, compare_documents, counter
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
-from streamloader.conversion.sources.base import BadSample, Source
+from streamloader.conversion.sources.base import BadSample, RowSource
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
 from streamloader.errors import FieldError, FormatError, NotFoundError, UsageError
@@ -720,7 +720,7 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     return sum(run_all(check, range(0, stop, size), min(cpu_count(), COMPARE_THREADS)))
 
 
-def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
+def _bad_rows(source: RowSource, rows: SampleRows, size: int) -> set[int]:
     """Return the rows that cannot be converted. Reads all rows, `size` at a time."""
     bad_rows: set[int] = set()
     for start in range(0, rows.count, size):
@@ -731,7 +731,7 @@ def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
 
 
 def _compare_samples(
-    view: DatasetView, source: Source, rows: SampleRows, readers: Mapping[str, FieldReader], *, samples: Samples
+    view: DatasetView, source: RowSource, rows: SampleRows, readers: Mapping[str, FieldReader], *, samples: Samples
 ) -> int:
     """Report which of the samples [start, stop) differ from their source rows; return the number that was compared."""
     numbers, url, bad = rows.read(*samples), view.store.url, list[BadSample]()

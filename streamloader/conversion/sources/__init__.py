@@ -1,1 +1,1 @@
-"""What can be converted: one file for each format, all behind `Source` in base.py."""
+"""What can be converted: one file for each format, all behind `RowSource` in base.py."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, damaged, drop_rows, split_rows
+from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, RowSource, damaged, drop_rows, split_rows
 from streamloader.conversion.sources.fields import ANY, FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
@@ -109,7 +109,7 @@ def empty_column(kind: Kind, count: int) -> Column:
     return np.empty((count, *kind.shape), np.dtype(kind.dtype).newbyteorder("<")) if kind.fixed else []
 
 
-def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container], raw: bool = False) -> Source:
+def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container], raw: bool = False) -> RowSource:
     """Return the source of one or more containers; its notes are those of the first.
 
     Raises `SourceError` if their fields differ, or if values that are kept `raw` are packed in different ways.
@@ -130,7 +130,7 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
         pieces = [(replace(containers[number], notes={}), within) for number, _, within in split_rows(counts, rows)]
         return partial(_read_pieces, dict(first.kinds), pieces)
 
-    return Source(url, files, dict(first.fields), int(counts.sum()), first.notes, fragment)
+    return RowSource(url, files, dict(first.fields), int(counts.sum()), first.notes, fragment)
 
 
 def pick(originals: Iterable[str], selection: FieldSelection, where: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrow_types, ranged_io
 from streamloader.conversion.sources.arrow_types import FREE, ArrowColumn, Leaf, read_json, same_column
-from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, split_rows
+from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, RowSource, split_rows
 from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat, common_encoding
 from streamloader.conversion.sources.files import Listing, field_names, head, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
@@ -72,7 +72,7 @@ class TableFormat:
         """Return the visible files with the extensions; names with a leading `_` are hidden in folders, as in Spark."""
         return tuple(info for info in listing.of(*self.extensions) if not (listing.folder and _is_hidden(info.path)))
 
-    def open(self, listing: Listing, selection: FieldSelection) -> Source:
+    def open(self, listing: Listing, selection: FieldSelection) -> RowSource:
         """Return the source, with the headers of all files read; rows are in the order of the sorted files.
 
         A file that the user names may have any extension. Raises `SourceError` if there is no file, and what
@@ -235,7 +235,7 @@ _NAMED = 8  # fields that a message lists
 
 def open_tables(
     listing: Listing, infos: Sequence[ObjectInfo], form: TableFormat, selection: FieldSelection, features: Any = None
-) -> Source:
+) -> RowSource:
     """Return the source of the tables `infos`, in that order; the headers of all files are read.
 
     `features` is Hugging Face's description of the columns, if the schema lacks it. Raises `SourceError` for files
@@ -272,7 +272,7 @@ def open_tables(
     untyped = {name: c for name, c in tables.columns.items() if selection.fields.get(name) is None and not c.unfit}
     tables = replace(tables, columns={**tables.columns, **_sniffed(tables, untyped), **_shaped(tables, untyped)})
     identity = tuple(sorted(infos, key=lambda info: info.path))
-    return Source(listing.url, identity, tables.fields, int(tables.counts.sum()), notes, tables.fragment)
+    return RowSource(listing.url, identity, tables.fields, int(tables.counts.sum()), notes, tables.fragment)
 
 
 def _leaves(store: Store, info: ObjectInfo, form: TableFormat, schema: pa.Schema) -> list[Leaf]:
@@ -563,7 +563,7 @@ _BATCH_BYTES, _BATCH_ROWS = 1 << 20, 1 << 16  # memory of larger batches is more
 _FIRST_ROWS = 128
 
 
-def open_parquet(listing: Listing, selection: FieldSelection) -> Source:
+def open_parquet(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source. Raises what `TableFormat.open` raises, and `SourceError` for a table whose log selects files,
     such as Delta Lake's.
     """
@@ -663,7 +663,7 @@ def matches_hugging_face(listing: Listing) -> bool:
     return listing.folder and ({_STATE, _INFO} <= paths or _SPLITS in paths)
 
 
-def open_hugging_face(listing: Listing, selection: FieldSelection) -> Source:
+def open_hugging_face(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source, with the headers of every record batch read; rows are in the order of the dataset.
 
     Raises `SourceError`, with their names, for a folder of splits; for missing or damaged files; and for a dataset

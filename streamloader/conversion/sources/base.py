@@ -83,7 +83,7 @@ def read_kept(fragment: Fragment, on_bad: OnBad) -> tuple[Columns, list[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class RowSource:
     """The rows to convert, all with one schema. Opening a source reads a listing and headers only.
 
     `url` has no credentials. `files` are all files of the source, sorted by path, with size and etag or modification

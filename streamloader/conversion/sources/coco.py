@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Source
+from streamloader.conversion.sources.base import BadSample, RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.media import IMAGES, Files, cut_media
@@ -258,7 +258,7 @@ def matches(listing: Listing) -> bool:
     return bool(IMAGES.files(listing))
 
 
-def open_source(listing: Listing, selection: FieldSelection) -> Source:
+def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source: a row for each image, by ascending id. The annotations file is read at once.
 
     Raises `SourceError` if there is none or more than one annotations file, if it is not a COCO file, or if none of
@@ -286,7 +286,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     files = [used[path] for path in sorted(used)]
     notes = {"annotations": info.path, **notes, "passed_over": len(listing.files) - len(files)}
     cut = partial(cut_media, listing.store, media, table.columns, bad)
-    return Source(listing.url, files, fields, len(names), notes, cut)
+    return RowSource(listing.url, files, fields, len(names), notes, cut)
 
 
 def _image(files: Sequence[ObjectInfo], problems: dict[int, str], row: int) -> ObjectInfo | None:

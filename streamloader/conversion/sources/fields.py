@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragment, OnBad, Source, drop_rows, read_kept
+from streamloader.conversion.sources.base import (
+    Bad,
+    BadSample,
+    Columns,
+    Fragment,
+    OnBad,
+    RowSource,
+    drop_rows,
+    read_kept,
+)
 from streamloader.conversion.sources.files import Listing
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
@@ -162,7 +171,7 @@ class SourceFormat:
 
     name: str
     matches: Callable[[Listing], bool]
-    open: Callable[[Listing, FieldSelection], Source]
+    open: Callable[[Listing, FieldSelection], RowSource]
     marked: bool = False
     nullable: bool = False
 
@@ -321,7 +330,7 @@ def from_dlpack(value: Any) -> NDArray[Any] | None:
         return None  # an exporter older than DLPack 1.0, or an unsupported dtype
 
 
-def choose(source: Source, selection: FieldSelection) -> Source:
+def choose(source: RowSource, selection: FieldSelection) -> RowSource:
     """Return the source with the selected fields, in their order; the source itself if they are all of its fields.
 
     Raises `FieldError` for a field that does not exist, or that cannot be cast to its type.
@@ -351,7 +360,7 @@ def _check_cast(name: str, stored: Field, target: Field) -> None:
 Transform = Callable[[Columns, Bad], Columns]
 
 
-def transform_source(source: Source, transform: Transform, **changes: Any) -> Source:
+def transform_source(source: RowSource, transform: Transform, **changes: Any) -> RowSource:
     """Return a source with the given changes, whose fragments apply a function to their columns."""
     return replace(source, **changes, fragment=lambda rows: partial(_transform, source.fragment(rows), transform))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.conversion.sources import arrow, coco, hdf5, mds, media, npy, tar, text, tfrecord, zarr
-from streamloader.conversion.sources.base import Source
+from streamloader.conversion.sources.base import RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, choose
 from streamloader.conversion.sources.files import Listing, list_source
 from streamloader.conversion.sources.mds import has_index
@@ -19,7 +19,7 @@ _LITDATA_CHUNK = re.compile(r"\Achunk-.*\.bin\Z")
 
 def open_source(
     src: str | os.PathLike[str], format_name: str | None, options: Mapping[str, Any], selection: FieldSelection
-) -> tuple[str, Source]:
+) -> tuple[str, RowSource]:
     """Open the source at `src`; return the name of its format, and the source with the selected fields.
 
     Raises `UsageError` for an unknown format or if several fit, `SourceError` if none fits, `FieldError` for a field

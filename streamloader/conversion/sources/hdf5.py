@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays, ranged_io
-from streamloader.conversion.sources.base import RowNumbers, Source, damaged
+from streamloader.conversion.sources.base import RowNumbers, RowSource, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, require
 from streamloader.conversion.sources.ranged_io import Content
@@ -110,7 +110,7 @@ def _no_collection() -> Iterator[None]:
 Scan = Callable[[BlockFile, str, FieldSelection], arrays.Container]
 
 
-def _open_files(listing: Listing, selection: FieldSelection, extensions: tuple[str, ...], scan: Scan) -> Source:
+def _open_files(listing: Listing, selection: FieldSelection, extensions: tuple[str, ...], scan: Scan) -> RowSource:
     """Return the source of all files with the extensions, sorted by path; `scan` reads the metadata of each.
 
     Raises `SourceError` for a file, group or array that cannot be read or that no field holds, for arrays of unequal

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, Source, damaged
+from streamloader.conversion.sources.base import AGAIN, RowSource, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.media import image_bytes
@@ -55,7 +55,7 @@ def has_index(listing: Listing, shard_name: re.Pattern[str]) -> bool:
     return any(shard_name.search(info.path.rpartition("/")[2]) for info in listing.visible)
 
 
-def open_source(listing: Listing, selection: FieldSelection) -> Source:
+def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source: the samples of all shards, in the order of the index.
 
     Raises `SourceError` for an index that does not match its files, for shards of different columns, and for a selected

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import Bad, BadSample, Fragment, OnBad, Source, drop_rows, take_rows
+from streamloader.conversion.sources.base import Bad, BadSample, Fragment, OnBad, RowSource, drop_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, extension, hidden
 from streamloader.conversion.sources.ranged_io import Range, read_ranges
@@ -225,7 +225,7 @@ def _splits(url: str, medium: Medium, files: Sequence[ObjectInfo], top: Sequence
     return splits
 
 
-def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Source:
+def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowSource:
     """Return the source; its rows are sorted by class and path. Clips in a flat folder have no classes.
 
     Fields are the medium's, `label` (`path` without classes), and `text` if a clip has a transcript: a .txt with its
@@ -262,7 +262,9 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Sour
             on_bad(row, "it has no transcript, a .txt of its name, as others have", remedy)
     used = (*files, *dict.fromkeys(info for info in texts if info is not None))
     notes["passed_over"] = len(listing.files) - len(used)
-    return Source(listing.url, used, fields, len(files), notes, partial(cut_media, listing.store, media, columns, bad))
+    return RowSource(
+        listing.url, used, fields, len(files), notes, partial(cut_media, listing.store, media, columns, bad)
+    )
 
 
 def _matches_images(listing: Listing) -> bool:

@@ -18,7 +18,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays
-from streamloader.conversion.sources.base import Source, damaged
+from streamloader.conversion.sources.base import RowSource, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, extension, field_names, require
 from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Range, open_file, read_range, read_spans
@@ -161,7 +161,7 @@ def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64],
             arrays.read_column(store, array.info.path, array.start + rows * array.row_bytes, array.dtype, into[name])
 
 
-def open_npy(listing: Listing, selection: FieldSelection) -> Source:
+def open_npy(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source; row n of every array is sample n.
 
     Raises `SourceError` for arrays of unequal length, for arrays that are not plain (pickled, object, complex, ...),
@@ -196,7 +196,7 @@ _TOKENS_AT = 1024
 _TOKEN_MAGIC = {20240520: 2, 20240801: 4}  # with the bytes of a token
 
 
-def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
+def open_tokens(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source: samples cut from the values of each .bin, file by file, sorted by path.
 
     Raises `UsageError` unless one field is selected, with the type of the values; `SourceError` for a file that does

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrow_types import class_names
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows, take_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, RowSource, spread_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.records import PROBED, RecordFragment, Sample, SampleFields, open_records
@@ -110,7 +110,7 @@ def qualified_name(samples: Any) -> str:
     return class_path(samples.columns if isinstance(samples, Columns) else samples)[0]
 
 
-def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Source:
+def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> RowSource:
     """Return the source of a map-style object; fields are inferred from some of its samples, as for records.
 
     An object has no files: `files` has one entry with its length and a digest of some samples, so that an interrupted
@@ -128,7 +128,7 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         fields = {field: Field("tensor", array.dtype.name, array.shape[1:]) for field, array in columns.items()}
         notes = {"object": name, **SampleFields(keys, fields).notes}
         url = f"{NAME}:{name}"
-        source = Source(url, (), fields, count, notes, lambda rows: partial(_keep, take_rows(columns, rows)))
+        source = RowSource(url, (), fields, count, notes, lambda rows: partial(_keep, take_rows(columns, rows)))
         return choose(replace(source, files=(_identity(source, probed),)), selection)
     by_value = type(samples) in (list, tuple, Columns)
     probe = [samples[row] for row in probed.tolist()] if by_value else samples
@@ -164,7 +164,7 @@ def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
+def _identity(source: RowSource, rows: NDArray[np.int64]) -> ObjectInfo:
     """Return the entry for `files`: its size is the number of samples, its etag a digest of the samples `rows`."""
     digest = hashlib.sha256()
     for name, column in source.fragment(rows)(lambda _: None).items():

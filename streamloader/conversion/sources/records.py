@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, split_rows, spread_rows
+from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, RowSource, split_rows, spread_rows
 from streamloader.conversion.sources.fields import ANY, FieldSelection, Settled, infer_field, settle
 from streamloader.conversion.sources.files import field_names
 from streamloader.errors import FieldError, SourceError, StreamloaderError
@@ -48,7 +48,7 @@ Notes = Mapping[str, Any] | None
 
 def open_records(
     url: str, files: Sequence[ObjectInfo], count: int, cut: Cut, selection: FieldSelection, *, notes: Notes = None
-) -> Source:
+) -> RowSource:
     """Return the source, with fields inferred from some of its samples; `selection` selects and types them.
 
     Its notes are `notes` and the key of each renamed field. Raises `SourceError` if there is no sample, or none that
@@ -64,7 +64,7 @@ def open_records(
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
     inferred = infer_fields(url, samples, selection)
     notes = {**(notes or {}), **inferred.notes}
-    return Source(url, files, inferred.fields, count, notes, lambda rows: inferred.fragment(cut(rows), len(rows)))
+    return RowSource(url, files, inferred.fields, count, notes, lambda rows: inferred.fragment(cut(rows), len(rows)))
 
 
 def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> "SampleFields":

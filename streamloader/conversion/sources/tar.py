@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import ranged_io
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, damaged, split_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, RowSource, damaged, split_rows
 from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
@@ -175,7 +175,7 @@ class TarIndex:
     passed_over: int
 
 
-def open_source(listing: Listing, selection: FieldSelection) -> Source:
+def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source, with the headers of all tars read; samples are in the order of the sorted tars.
 
     Raises `SourceError` for a truncated tar, for samples with different suffixes, and for a key that a tar has twice.
@@ -216,7 +216,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
             fields[name] = selected  # the first sample cannot tell that arrays differ in length
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
     samples = SampleFields(suffixes, fields, mapped=selection.mapped)
-    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
+    return RowSource(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
 
 
 def index_tar(store: Store, info: ObjectInfo) -> TarIndex:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
 from streamloader.conversion.sources.arrow_types import numbers_of
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, split_rows, spread_rows
+from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, RowSource, split_rows, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, integer_dtype, settle
 from streamloader.conversion.sources.files import Listing, field_names, inner_extension, require
 from streamloader.conversion.sources.ranged_io import CHANGED, READ_THREADS, Content, Stream, open_content, read_spans
@@ -398,7 +398,7 @@ def _good_columns(records: Records, table: Table, position: int, on_bad: OnBad) 
         yield from _good_columns(records[middle:], table, position + middle, on_bad)
 
 
-def open_csv(listing: Listing, selection: FieldSelection) -> Source:
+def open_csv(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source, after one pass that counts the rows of all files; types are inferred from some rows.
 
     Raises `SourceError` for files without a header or with different headers, and for files that cannot be decompressed
@@ -421,7 +421,7 @@ def open_csv(listing: Listing, selection: FieldSelection) -> Source:
     def fragment(rows: NDArray[np.int64]) -> Fragment:
         return partial(read_table, cut_rows(files, rows), table)
 
-    return Source(listing.url, infos, fields, sum(file.count for file in files), {"columns": originals}, fragment)
+    return RowSource(listing.url, infos, fields, sum(file.count for file in files), {"columns": originals}, fragment)
 
 
 def _shown(header: Sequence[str]) -> str:
@@ -502,7 +502,7 @@ _MAX_KEY = 1024  # characters of joined nested keys, whose total may be far larg
 _MAX_KEYS = 1 << 16  # whose field names are cached
 
 
-def open_jsonl(listing: Listing, selection: FieldSelection) -> Source:
+def open_jsonl(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source, after one pass that counts the lines of all files; blank lines are skipped.
 
     Raises `SourceError` for files that cannot be decompressed or split into lines, and what `open_records` raises.

@@ -11,7 +11,7 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, Source, damaged, spread_rows
+from streamloader.conversion.sources.base import AGAIN, RowSource, damaged, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_spans
@@ -96,7 +96,7 @@ _HEAD, _TAIL = 12, 4  # u64 length, u32 checksum of it; data; u32 checksum of th
 _MAX_RECORD = (1 << 31) - 1  # the longest protocol buffer
 
 
-def open_source(listing: Listing, selection: FieldSelection) -> Source:
+def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source, with the lengths of all records read; records are in the order of the sorted files.
 
     Raises `SourceError` for a truncated or damaged file.

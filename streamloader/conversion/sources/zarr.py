@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays
-from streamloader.conversion.sources.base import Source
+from streamloader.conversion.sources.base import RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
@@ -148,7 +148,7 @@ def _matches(listing: Listing) -> bool:
     return listing.folder and any(info.path in paths for info in listing.files)
 
 
-def open_source(listing: Listing, selection: FieldSelection) -> Source:
+def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source: the arrays of a group, one array, or a streamloader dataset.
 
     Raises `SourceError` for damaged documents, arrays that no field holds, and arrays of unequal lengths; `FieldError`
@@ -210,7 +210,7 @@ def _container(
     return arrays.Container(store.url, arrays.common_length(lengths, listing.url), kinds, read, notes)
 
 
-def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSelection) -> Source:
+def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSelection) -> RowSource:
     """Return the source of a streamloader dataset, with its fields."""
     store = listing.store.child(path) if path else listing.store
     try:
@@ -349,7 +349,7 @@ def read_members(store: Store, members: Sequence[Member], rows: NDArray[np.int64
                 member.read(store, rows, columns)
 
 
-def open_slices(listing: Listing, selection: FieldSelection) -> Source:
+def open_slices(listing: Listing, selection: FieldSelection) -> RowSource:
     """Return the source of the arrays and slices `selection.rechunk`, along the sample axis.
 
     Arrays along that axis alone become fields too, and coordinates and arrays without it are stored beside the fields.
