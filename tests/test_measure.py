@@ -147,7 +147,7 @@ def figures(samples_per_second: float, name: str = "") -> Ceiling:
 
 STATS = Stats(batches=10, seconds=1.0, wait_seconds=1.0, request_seconds=41.0, bytes_fetched=10**9, requests=10)
 FAST: dict[str, Any] = {"fetch": figures(1000), "unpack": figures(950), "images": [], "loader": figures(930)}
-FAST |= {"stats": STATS, "cores": 2, "held": False}
+FAST |= {"stats": STATS, "cores": 2, "resident": False}
 
 
 def test_a_loader_near_the_endpoint_is_network_bound():

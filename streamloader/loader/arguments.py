@@ -22,7 +22,7 @@ from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import EpochShare, skip_other_steps, skip_steps
+from streamloader.order.schedule import EpochShare, Gap, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
@@ -447,4 +447,7 @@ def skip_all_but(steps: Sequence[int], offset: int, share: EpochShare) -> EpochS
         raise UsageError(
             f"steps {list(steps)[-3:]} of epoch {share.epoch}, which has {count} steps", "give other steps"
         )
-    return share.skipping(skip_other_steps(share.epoch, steps, count, offset, share.global_batch))
+    end = offset + count * share.global_batch
+    parts = share.skipping(skip_steps(share.epoch, steps, offset, share.global_batch)).parts(offset)
+    others = (Gap(share.epoch, start, end if stop is None else stop) for start, stop in parts)
+    return share.skipping(tuple(gap for gap in others if gap.start < gap.stop))

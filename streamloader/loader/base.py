@@ -144,7 +144,7 @@ class Pass(Iterator[Columns]):
         if self._left is not None and self._loader is not None:
             self._left -= 1
             if not self._left:
-                self._loader._kept, self._loader = self, None
+                self._loader._paused, self._loader = self, None
 
     def _begin_following(self) -> tuple[Pipeline, Batch]:
         """Complete the epoch; if batches are left, return the pipeline of the next epoch, and its first batch."""
@@ -264,7 +264,7 @@ class Loader:
         self._own = False  # whether this copy, in a worker of StatefulDataLoader, has loaded a state of its own
         self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
-        self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
+        self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         return tuple(self._open_dataset(source, fields) for source in sources)
@@ -341,11 +341,11 @@ class Loader:
             return self._resume_at_border() if at_border else Pass(self, self._begin_pass())
         self._check_no_workers(self._worker[1], self._in_worker)
         self._iteration = self._at
-        kept, left = self._kept, steps - self._at.total % steps
-        if kept is None or kept is not self._running():
+        paused, left = self._paused, steps - self._at.total % steps
+        if paused is None or paused is not self._running():
             return Pass(self, self._begin_pass(), left)
-        self._kept = None
-        return kept.continued(self, left)
+        self._paused = None
+        return paused.continued(self, left)
 
     def _resume_at_border(self) -> Iterator[dict[str, Any]]:
         """Begin the epoch of a worker's state, unless other workers are still in the one before, which is over here.
@@ -493,7 +493,7 @@ class Loader:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers. Resolves the rank, since a spawned worker cannot ask torch.distributed."""
         self._check_caller()  # a spawned worker does not see which loader splits its batches
-        return self.__dict__ | {"_pass": None, "_kept": None, "_cached_engine": None, "_world": self._rank}
+        return self.__dict__ | {"_pass": None, "_paused": None, "_cached_engine": None, "_world": self._rank}
 
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
@@ -607,7 +607,7 @@ class Loader:
     def _end_pass(self) -> None:
         if (run := self._running()) is not None:
             run.end()
-        self._pass = self._kept = None
+        self._pass = self._paused = None
 
     def _check_no_workers(self, workers: int, elsewhere: bool) -> None:
         if workers > 1 or elsewhere:

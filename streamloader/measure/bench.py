@@ -116,16 +116,16 @@ LOADER_SHARE = 0.7
 
 
 def judge(
-    *, fetch: Ceiling, unpack: Ceiling, images: list[Ceiling], loader: Ceiling, stats: Stats, cores: int, held: bool
+    *, fetch: Ceiling, unpack: Ceiling, images: list[Ceiling], loader: Ceiling, stats: Stats, cores: int, resident: bool
 ) -> tuple[float, str]:
     """Return the share of the lowest ceiling that the loader reached, and a verdict that explains it in a sentence.
 
     `fetch` and `unpack` are ceilings of the same bytes, `images` of decoding alone. If fetching or unpacking is the
     limit, the ratio is of bytes: samples of the shuffle window that is still being filled were fetched, but not
-    delivered. `stats`: those of the loader. `held`: whether every field is held in memory, so that only the
+    delivered. `stats`: those of the loader. `resident`: whether every field is held in memory, so that only the
     first epoch fetches.
     """
-    if held:
+    if resident:
         rate = f"{loader.samples_per_second:,.0f} samples/s"
         return 1.0, f"memory-bound: every field is held in memory after the first epoch; {rate} from there"
     busy = f"{cores} core{'' if cores == 1 else 's'} busy"
@@ -182,9 +182,9 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     # bytes that are fetched before the first batch count too, and so does the time from the start of the pass
     loader = replace(loader, samples=stats.samples, bytes=stats.bytes_fetched, requests=stats.requests)
     fetch = max(fetches, key=lambda ceiling: ceiling.megabytes_per_second)
-    held = all(manifest.fields[name].resident for name in options.fields or manifest.fields)
+    resident = all(manifest.fields[name].resident for name in options.fields or manifest.fields)
     figures: dict[str, Any] = {"fetch": fetch, "unpack": unpack, "images": decoded, "loader": loader}
-    ratio, verdict = judge(**figures, stats=stats, cores=cpu_count(), held=held)
+    ratio, verdict = judge(**figures, stats=stats, cores=cpu_count(), resident=resident)
     ceilings = (*fetches, unpack, *decoded)
     counts = manifest.num_samples, options.batch_size or 0
     return BenchResult(store.url, *counts, first, ceilings, loader, stats, ratio, verdict)

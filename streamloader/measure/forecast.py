@@ -363,22 +363,23 @@ def _epoch(
     options: ForecastOptions,
 ) -> tuple[dict[str, Any], list[Reads]]:
     """Return the values of an `EpochForecast`, and what it reads of each dataset, of which it has `passes`."""
-    held, budget = engine.plan_memory(share, engine.steps_at_once(share))
+    resident, budget = engine.plan_memory(share, engine.steps_at_once(share))
     reads = []
     for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
-        streamed = [name for name in dataset.names if name not in held]
+        streamed = [name for name in dataset.names if name not in resident]
         unshuffled = share.unit if isinstance(share, Share) else dataset.unit(source.params)
         block = source.params.block if options.shuffle is not False or not dataset.arrays else unshuffled
         count, size = _estimate_reads(dataset, streamed, block)
         whole, arrays = replace(dataset, selection=None), array_reads(dataset, block)
-        held_count, held_size = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))
+        resident_count, resident_size = _estimate_reads(whole, resident, max(1, dataset.manifest.num_samples))
         if arrays:  # requests for whole objects do not state their size
             each_block = sum(each.read for each in arrays)
             if budget.keeps:  # by each rank
                 arrays = [each.sharing(1 / options.world_size) for each in arrays]
             size = sum(each.stored for each in arrays)
             count *= sum(each.read for each in arrays) / max(1, each_block)
-        count, size = count * times + held_count * options.world_size, size * times + held_size * options.world_size
+        count = count * times + resident_count * options.world_size
+        size = size * times + resident_size * options.world_size
         reads.append(Reads(round(count), round(size), arrays))
     requests = sum(each.requests for each in reads)
     values: dict[str, Any] = {
@@ -387,7 +388,7 @@ def _epoch(
         "steps": share.global_steps(0),
         "memory": budget.bytes,
         "least_memory": engine.least_memory(share),
-        "held": tuple(held),
+        "held": tuple(resident),
         "kept": budget.keeps,
         "requests": requests,
         "bytes": sum(each.bytes for each in reads),

@@ -64,14 +64,6 @@ def skip_steps(epoch: int, steps: Collection[int], offset: int, global_batch: in
     return tuple(gaps)
 
 
-def skip_other_steps(epoch: int, steps: Collection[int], count: int, offset: int, global_batch: int) -> tuple[Gap, ...]:
-    """Return gaps that skip all of the `count` steps of an epoch except these. Steps start as in `skip_steps`."""
-    chosen = sorted(set(steps))
-    bounds = zip([0, *(step + 1 for step in chosen)], [*chosen, count], strict=True)
-    edges = [(offset + first * global_batch, offset + stop * global_batch) for first, stop in bounds]
-    return tuple(Gap(epoch, start, stop) for start, stop in edges if start < stop)
-
-
 class EpochShare:
     """The part of an epoch that one rank reads; the base of `Share` for a dataset and `MixShare` for a mixture.
 
@@ -79,6 +71,8 @@ class EpochShare:
     step ends. "pad" fills it with earlier samples, marked as not valid; "drop" leaves it out; "uneven" distributes its
     samples. Steps count from the position where a run starts. `gaps`: what the run skips of this epoch and others, in
     order, with at least one step between two gaps of an epoch.
+
+    Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
     """
 
     num_samples: int
@@ -87,6 +81,12 @@ class EpochShare:
     world: World
     remainder: Remainder
     gaps: tuple[Gap, ...]
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise BatchError(f"a batch of {self.batch} samples is invalid", "set batch_size= to 1 or more")
+        if self.remainder not in REMAINDERS:
+            raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
 
     def at_epoch(self, epoch: int) -> EpochShare:
         """Return the rank's part of another epoch."""
@@ -247,10 +247,7 @@ class EpochShare:
 
 @dataclass(frozen=True)
 class Share(EpochShare):
-    """The part of an epoch of a dataset that one rank reads. `unit`: samples per fetch without shuffle.
-
-    Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
-    """
+    """The part of an epoch of a dataset that one rank reads. `unit`: samples per fetch without shuffle."""
 
     order: EpochOrder
     batch: int
@@ -258,12 +255,6 @@ class Share(EpochShare):
     remainder: Remainder
     unit: int = 1
     gaps: tuple[Gap, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise BatchError(f"a batch of {self.batch} samples is invalid", "set batch_size= to 1 or more")
-        if self.remainder not in REMAINDERS:
-            raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
 
     @cached_property
     def num_samples(self) -> int:  # type: ignore[override]

@@ -724,13 +724,15 @@ def _order(block: int, readers: Sequence[RegionReader]) -> OrderPin:
     """
     samples = readers[0].num_samples
 
-    def held(block: int) -> int:
+    def decoded_bytes(block: int) -> int:
         return sum(reader.most_bytes(block) for reader in readers)
 
-    block = wider_block(readers, block, lambda wide: -(-samples // wide) >= LEAST_BLOCKS and held(wide) <= BLOCK_BYTES)
-    order = order_pin(samples, block, -(-samples // block) * held(block))
+    block = wider_block(
+        readers, block, lambda wide: -(-samples // wide) >= LEAST_BLOCKS and decoded_bytes(wide) <= BLOCK_BYTES
+    )
+    order = order_pin(samples, block, -(-samples // block) * decoded_bytes(block))
     requests = sum(reader.pieces(block) for reader in readers)
-    most = max(4, min(WINDOW_BYTES // max(1, held(block)), WINDOW_REQUESTS // requests))
+    most = max(4, min(WINDOW_BYTES // max(1, decoded_bytes(block)), WINDOW_REQUESTS // requests))
     lanes = min(order.lanes, previous_power(most // 4))
     return OrderPin(block, lanes, max(2, min(order.window // block, most // lanes - 2)) * block)
 

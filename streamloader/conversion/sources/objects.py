@@ -133,11 +133,11 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Ro
     by_value = type(samples) in (list, tuple, Columns)
     probe = [samples[row] for row in probed.tolist()] if by_value else samples
     pickled = pack(probe, name) if workers else b""  # raises now rather than during the conversion
-    shared = Held(samples, name, pickled)
+    shared = SharedObject(samples, name, pickled)
 
     def cut(rows: NDArray[np.int64]) -> RecordFragment:
-        held = Held({row: samples[row] for row in rows.tolist()}, name) if by_value else shared
-        return partial(_read_samples, held, rows.tolist())
+        used = SharedObject({row: samples[row] for row in rows.tolist()}, name) if by_value else shared
+        return partial(_read_samples, used, rows.tolist())
 
     source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
     notes = {**source.notes, **class_notes(samples, source.fields, source.notes)}
@@ -178,7 +178,7 @@ def _identity(source: RowSource, rows: NDArray[np.int64]) -> ObjectInfo:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class SharedObject:
     """The user's object, of the class `name`; in another process `samples` is None, and `pickled` is the object.
 
     It is pickled here, since multiprocessing's pickler passes torch tensors in shared memory, which workers that are
@@ -200,7 +200,7 @@ class Held:
             raise UsageError(problem, "make its module importable there, or use workers=0") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Held, (None, self.name, self.pickled or pack(self.samples, self.name))
+        return SharedObject, (None, self.name, self.pickled or pack(self.samples, self.name))
 
 
 class _Pickler(pickle.Pickler):
@@ -226,12 +226,12 @@ def pack(samples: Any, name: str) -> bytes:
     return out.getvalue()
 
 
-def _read_samples(held: Held, rows: Sequence[int], on_bad: OnBad) -> Iterator[Sample]:
+def _read_samples(shared: SharedObject, rows: Sequence[int], on_bad: OnBad) -> Iterator[Sample]:
     """Yield each sample of the rows as a mapping; a sample for which the object raises is bad.
 
     Raises `UsageError` if this process cannot load the object.
     """
-    samples = held.get()
+    samples = shared.get()
     get_batch = getattr(samples, "__getitems__", None)
     size = _BATCH if callable(get_batch) else 1
     for first in range(0, len(rows), size):
@@ -240,7 +240,7 @@ def _read_samples(held: Held, rows: Sequence[int], on_bad: OnBad) -> Iterator[Sa
             with suppress(Exception):  # raised by the object's code: indexing below finds the bad sample
                 batch = list(get_batch(numbers))
         for position, row in enumerate(numbers, first):
-            name = f"{held.name}[{row}]"
+            name = f"{shared.name}[{row}]"
             try:
                 sample = batch[position - first] if len(batch) == len(numbers) else samples[row]
             except Exception as error:  # noqa: BLE001 - raised by the object's code

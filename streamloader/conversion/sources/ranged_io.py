@@ -184,14 +184,14 @@ class Stream:
 
     def __init__(self, content: Content, ahead: int = 1) -> None:
         self.content, self.at, self.size = content, 0, -1
-        self._held = b""  # the last of the bytes up to `at`
+        self._tail = b""  # the last of the bytes up to `at`
         pieces = _pieces(content, 1 if content.compression else ahead)  # decompression is slower than one request
         self._blocks = decompressed(content.compression, pieces, content.where)
 
     @property
     def first(self) -> int:
         """The first byte that can be read without starting from the beginning."""
-        return self.at - len(self._held)
+        return self.at - len(self._tail)
 
     def read(self, start: int, stop: int, keep: int | None = None) -> bytes:
         """Return bytes [start, stop), fewer at the end of the file; bytes from `keep` on are held for the next read.
@@ -213,14 +213,14 @@ class Stream:
     def blocks(self, start: int, stop: int | None = None, keep: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield the blocks from byte `start` to the one that contains `stop`, each with the position of its start."""
         if start < self.at:
-            yield max(self.first, start), self._held[max(0, start - self.first) :]
+            yield max(self.first, start), self._tail[max(0, start - self.first) :]
         while self.size < 0 and (stop is None or self.at < stop):
             block = next(self._blocks, b"")
             if not block:
                 self.size = self.at
                 return
             at = self.at
-            self._held = block if keep is None or keep >= at else self._held[keep - at :] + block
+            self._tail = block if keep is None or keep >= at else self._tail[keep - at :] + block
             self.at += len(block)
             if self.at > start:
                 yield max(at, start), block[max(0, start - at) :]

@@ -336,7 +336,7 @@ class Table:
         numbers = numbers_of(pc.ascii_trim(cells.view(pa.string()), " \t").cast(kind))
         # smaller whole numbers are all exact
         large = floats and bool((np.abs(numbers) >= 1 << (np.finfo(target.dtype).nmant + 1)).any())
-        if large and not all(_is_held(cell, target) for cell in cells.to_pylist()):
+        if large and not all(_fits(cell, target) for cell in cells.to_pylist()):
             raise ValueError(f"a number that {target} does not hold")
         return to_column(name, target, numbers, 0)
 
@@ -351,12 +351,12 @@ class Table:
             problem = "is empty"
             remedy = f'give empty cells a value with fill={{"{name}": VALUE}} (--fill {name}=VALUE), or keep them'
             remedy += f" with {name}=text in fields="
-        elif target.dtype.startswith("float") and not _is_held(cell, target):
+        elif target.dtype.startswith("float") and not _fits(cell, target):
             problem, remedy = f"holds {shown}, which {target} does not hold exactly", f"say {name}=text in fields="
         return FieldError(f"its column {self.originals[name]!r} {problem}", remedy)
 
 
-def _is_held(cell: bytes, field: Field) -> bool:
+def _fits(cell: bytes, field: Field) -> bool:
     """Return whether a float field holds the number in a cell: whole numbers exactly, others without overflow."""
     try:
         number = float(cell)
@@ -491,7 +491,7 @@ def infer_cells(cells: Sequence[bytes]) -> Field:
         minus_zero = dtype == "uint64" and b"-0" in filled  # which Arrow does not parse as unsigned
         return Field("tensor", dtype) if dtype and not minus_zero else Field("text")
     numbers = Field("tensor", "float64")
-    return numbers if all(_FLOAT.match(cell) and _is_held(cell, numbers) for cell in filled) else Field("text")
+    return numbers if all(_FLOAT.match(cell) and _fits(cell, numbers) for cell in filled) else Field("text")
 
 
 # --- lines of JSON
