@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +15,18 @@ from numpy.typing import NDArray
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import BatchPlan, Compute, EpochShare
+from streamloader.order.schedule import BatchPlan, Compute, EpochShare, Ints
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
-
-if TYPE_CHECKING:
-    from streamloader.order.selection import Selection
 
 THREADS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """An opened dataset: its store, manifest, names of the fields to read, and selection (None: all samples).
+    """An opened dataset: its store, manifest, names of the fields to read, and selected samples (None: all of them).
 
     `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches.
 
@@ -38,7 +36,7 @@ class Dataset:
     store: Store
     manifest: Manifest
     names: tuple[str, ...]
-    selection: Selection | None = None
+    selection: Ints | None = None
     arrays: ArrayFields | None = None
 
     @cached_property
@@ -75,10 +73,17 @@ class Dataset:
         """The number of selected samples."""
         return self.manifest.num_samples if self.selection is None else len(self.selection)
 
+    @cached_property
+    def selection_digest(self) -> str | None:
+        """The SHA-256 of the selected samples, which a saved state has, however they were selected."""
+        if self.selection is None:
+            return None
+        return hashlib.sha256(self.selection.astype("<i8", copy=False).data).hexdigest()
+
     @property
     def index_bytes(self) -> int:
         """The bytes of cached chunk tables and of the numbers of selected samples."""
-        selected = 0 if self.selection is None else self.selection.samples.nbytes
+        selected = 0 if self.selection is None else self.selection.nbytes
         return selected + sum(self.readers[name].kept_bytes for name in self.names)
 
     def unit(self, params: OrderParams) -> int:
@@ -99,7 +104,7 @@ class Dataset:
             return reader.runs(start, stop, chosen)
         if self.selection is None:
             return reader.runs(start, stop)
-        return reader.runs_of(self.selection.samples[start:stop], start)
+        return reader.runs_of(self.selection[start:stop], start)
 
     def expected(self, name: str, start: int, stop: int, *, counted: bool) -> tuple[Sequence[Any] | None, int]:
         """Return the requests for a field of samples, and the estimated bytes that they decode to, 0 unless `counted`.
@@ -126,7 +131,7 @@ class SampleNumbers:
     `selected_from` and `all_from`: the first number of each dataset, among the selected samples and among all samples.
     """
 
-    selections: tuple[Selection | None, ...] = (None,)
+    selections: tuple[Ints | None, ...] = (None,)
     selected_from: tuple[int, ...] = (0,)
     all_from: tuple[int, ...] = (0,)
 
@@ -137,16 +142,16 @@ class SampleNumbers:
         every = accumulate((dataset.manifest.num_samples for dataset in datasets[:-1]), initial=0)
         return cls(tuple(dataset.selection for dataset in datasets), tuple(selected), tuple(every))
 
-    def among_all(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def among_all(self, samples: Ints) -> Ints:
         """Convert numbers among the selected samples to numbers among all samples."""
-        if not any(self.selections):
+        if all(selection is None for selection in self.selections):
             return samples
         source = np.searchsorted(self.selected_from, samples, side="right") - 1
         numbers = samples - np.array(self.selected_from)[source]
         for index, selection in enumerate(self.selections):
             if selection is not None:
                 rows = source == index
-                numbers[rows] = selection.samples[numbers[rows]]
+                numbers[rows] = selection[numbers[rows]]
         return np.asarray(numbers + np.array(self.all_from)[source], np.int64)
 
 

@@ -22,7 +22,7 @@ from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import EpochShare, Gap, skip_steps
+from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
@@ -32,7 +32,7 @@ from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
-    from streamloader.order.selection import Condition, Selection
+    from streamloader.order.selection import Condition
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
@@ -269,7 +269,7 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
     return OrderParams(block, config.lanes or pinned.lanes, window)
 
 
-def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
+def check_block(manifest: Manifest, block: int, selection: Ints | None) -> None:
     """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection."""
     chunk = largest_chunk(manifest)
     if selection is None and block % chunk:
@@ -281,11 +281,11 @@ def largest_chunk(manifest: Manifest) -> int:
     return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
 
 
-def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
+def _order_of(manifest: Manifest, selection: Ints, block: int | None) -> OrderPin:
     """Return the order of the selected samples, in blocks of `block` of them (None: depends on their density)."""
     count, chunk = len(selection), largest_chunk(manifest)
     if block is None:
-        chunk_samples = count / _count_chunks(selection.samples, chunk)  # selected ones, on average
+        chunk_samples = count / _count_chunks(selection, chunk)  # selected ones, on average
         block_samples = nearest_power(chunk_samples * manifest.order.block / chunk)
         block = max(nearest_power(chunk_samples), min(block_samples, next_power(count) // BLOCKS))
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
@@ -315,7 +315,7 @@ def check_share(share: EpochShare) -> None:
 PIECE_BYTES = 32 << 20
 
 
-def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Selection | None:
+def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Ints | None:
     """Return the selection of `where`, a `Condition` or as in `WhereChoice` but for texts; None for all samples.
 
     A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
@@ -324,10 +324,10 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     """
     if where is None:
         return None
-    from streamloader.order.selection import Condition, Selection
+    from streamloader.order.selection import Condition, check_some, select
 
     if not isinstance(where, Condition):
-        return Selection.of(where, manifest.num_samples, memory)
+        return select(where, manifest.num_samples, memory)
     kinds = {name: layout.field for name, layout in manifest.fields.items()}
     texts = [name for name, field in kinds.items() if field.kind == "text"]
     usable = [name for name, field in kinds.items() if field.fixed and not field.shape] + texts
@@ -339,7 +339,7 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
         raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
     where = where.with_values(manifest.classes, texts, time_labels(manifest))
     readers = {name: FieldReader(store, manifest, name) for name in where.fields}
-    return Selection(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
+    return check_some(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
 
 
 def _matching(

@@ -276,12 +276,10 @@ class Loader:
     def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
         identities = []
         for source, dataset in zip(self._sources, datasets, strict=True):
-            manifest, selection = dataset.manifest, dataset.selection
+            manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
+            samples = dataset.selection_digest, dataset.num_samples
             params = arguments.choose_order(dataset, self._order)
-            digest = None if selection is None else selection.digest
-            version = 0 if dataset.arrays else manifest.generation
-            of = SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)
-            identities.append(of)
+            identities.append(SourceIdentity(manifest.digest, source.split, *samples, params, version))
         return tuple(identities)
 
     def __repr__(self) -> str:

@@ -141,7 +141,7 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
         if name not in dataset.manifest.lengths:
             problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
             raise FieldError(problem, "convert the dataset again, or leave where= out")
-        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection.samples].sum())
+        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection].sum())
     return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
 
 

@@ -10,12 +10,11 @@ name of one: `'obs/cells' > 3`. Calls, attributes, indexes and powers are errors
 from __future__ import annotations
 
 import ast
-import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property, reduce
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -24,65 +23,53 @@ from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
 
+Ints = NDArray[np.int64]
 
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """The numbers of the selected `samples`, ascending and distinct, of a dataset of `num_samples` samples.
 
-    Orders, plans and states count the selected samples: sample i of an order is sample `samples[i]` of the dataset.
-    Raises `SelectionError` if no sample is selected.
+def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
+    """Return the selected samples of a slice, a mask of bools with shape (num_samples,), or an array of sample numbers.
+
+    They are ascending and distinct. Orders, plans and states count them: sample i of an order is the i-th of them.
+
+    Numbers may be in any order, which does not change the order of the epoch. Raises `SelectionError` for other values,
+    a number that is out of range or given twice, and an empty selection; and as `check_fits`.
     """
-
-    samples: NDArray[np.int64]
-    num_samples: int
-
-    @classmethod
-    def of(cls, choice: Any, num_samples: int, memory: int | None = None) -> Selection:
-        """Return the selection of a slice, a mask of bools with shape (num_samples,), or an array of sample numbers.
-
-        Numbers may be in any order, which does not change the order of the epoch. Raises `SelectionError` for other
-        values, a number that is out of range or given twice, and an empty selection; and as `check_fits`.
-        """
-        if isinstance(choice, slice):
-            try:
-                numbers = range(*choice.indices(num_samples))
-            except (TypeError, ValueError) as error:
-                raise SelectionError(f"where={choice} is invalid: {error}", "give slice(start, stop, step)") from error
-            check_fits(len(numbers), memory)
-            ascending = numbers if numbers.step > 0 else numbers[::-1]
-            return cls(np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64), num_samples)
-        if np.ma.is_masked(choice):
-            raise SelectionError("where= has masked elements", "fill them: where.filled(False)")
+    if isinstance(choice, slice):
         try:
-            values = np.asarray(choice)
-        except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-            problem = f"where= is not an array: {error}"
-            raise SelectionError(problem, "give a slice, bools, or sample numbers") from error
-        if values.ndim != 1:
-            problem = f"where= has the shape {values.shape}"
-            raise SelectionError(problem, "give one bool for each sample, or sample numbers")
-        if values.dtype.kind not in "biu" and values.size:
-            problem = f"where= has the dtype {values.dtype}"
-            raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
-        check_fits(int(np.count_nonzero(values)) if values.dtype == np.bool_ else values.size, memory)
-        if values.dtype != np.bool_:
-            return cls(_sort_numbers(values, num_samples), num_samples)
-        if values.size != num_samples:
-            problem = f"where= is a mask of {values.size} bools, the dataset has {num_samples} samples"
-            raise SelectionError(problem, "give one bool for each sample")
-        return cls(np.flatnonzero(values), num_samples)
+            numbers = range(*choice.indices(num_samples))
+        except (TypeError, ValueError) as error:
+            raise SelectionError(f"where={choice} is invalid: {error}", "give slice(start, stop, step)") from error
+        check_fits(len(numbers), memory)
+        ascending = numbers if numbers.step > 0 else numbers[::-1]
+        samples = np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64)
+        return check_some(samples, num_samples)
+    if np.ma.is_masked(choice):
+        raise SelectionError("where= has masked elements", "fill them: where.filled(False)")
+    try:
+        values = np.asarray(choice)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
+        problem = f"where= is not an array: {error}"
+        raise SelectionError(problem, "give a slice, bools, or sample numbers") from error
+    if values.ndim != 1:
+        problem = f"where= has the shape {values.shape}"
+        raise SelectionError(problem, "give one bool for each sample, or sample numbers")
+    if values.dtype.kind not in "biu" and values.size:
+        problem = f"where= has the dtype {values.dtype}"
+        raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
+    check_fits(int(np.count_nonzero(values)) if values.dtype == np.bool_ else values.size, memory)
+    if values.dtype != np.bool_:
+        return check_some(_sort_numbers(values, num_samples), num_samples)
+    if values.size != num_samples:
+        problem = f"where= is a mask of {values.size} bools, the dataset has {num_samples} samples"
+        raise SelectionError(problem, "give one bool for each sample")
+    return check_some(np.flatnonzero(values), num_samples)
 
-    def __post_init__(self) -> None:
-        if not self.samples.size:
-            raise SelectionError(f"where= selects none of {self.num_samples} samples", "select at least one")
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 of the sample numbers, which a saved state has. It does not depend on how they were selected."""
-        return hashlib.sha256(self.samples.astype("<i8", copy=False).data).hexdigest()
+def check_some(samples: Ints, num_samples: int) -> Ints:
+    """Return the selected samples. Raises `SelectionError` if there is none."""
+    if not samples.size:
+        raise SelectionError(f"where= selects none of {num_samples} samples", "select at least one")
+    return samples
 
 
 def check_fits(count: int, memory: int | None) -> None:
@@ -93,7 +80,7 @@ def check_fits(count: int, memory: int | None) -> None:
         raise MemoryBudgetError(problem, f"give memory={size + size // 4} or more, or select fewer samples")
 
 
-def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
+def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> Ints:
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
         problem = f"where= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
         raise SelectionError(problem, f"give numbers in [0, {num_samples})")

@@ -194,12 +194,12 @@ def select_elements(coordinate: Coordinate, where: Any) -> Ints:
 
     Raises `SelectionError` for an unknown label, and an empty selection.
     """
-    from streamloader.order.selection import Selection
+    from streamloader.order.selection import select
 
     ends = (where.start, where.stop) if isinstance(where, slice) else ()
     if any(end is not None and not hasattr(end, "__index__") for end in ends):
         return _between(coordinate, where)
-    return Selection.of(where, coordinate.length).samples
+    return select(where, coordinate.length)
 
 
 def _between(coordinate: Coordinate, labels: slice) -> Ints:
