@@ -53,7 +53,7 @@ def fill(blocks: Blocks, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0)
     rows.values[slot * BLOCK : (slot + 1) * BLOCK] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
     for at in [*range(2, len(values), 2), 0]:  # in two requests, the later one first
-        chunks.place(slot, at - skip, arena_items(values[at : at + 2]))
+        chunks.put(slot, at - skip, arena_items(values[at : at + 2]))
 
 
 @settings(max_examples=30, deadline=None)

@@ -132,11 +132,11 @@ class Blocks:
         return None if slot == NO_SLOT else self._kept[name].claims(slot)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the arena's row of each row of the blocks with these tickets."""
+        """Return the slot row of each row of the blocks with these tickets."""
         table = self._first_row  # another thread may replace it with a larger one
-        places: NDArray[np.int64] = table[tickets & (len(table) - 1)]
-        places += rows
-        return places
+        slot_rows: NDArray[np.int64] = table[tickets & (len(table) - 1)]
+        slot_rows += rows
+        return slot_rows
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)

@@ -110,21 +110,21 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
     dims = list(column.dims)
     if column.channels:
         dims.insert(column.channel_axis, "")
-    places: dict[str, tuple[int, int]] = {}
+    starts: dict[str, tuple[int, int]] = {}
     lengths: list[tuple[int, int]] = []
     begin = [slice(None)] * len(dims)
     for axis, (dim, size, stride) in enumerate(zip(dims, region.shape, region.strides, strict=True)):
         if dim == column.sample_axis and dim:
             begin[axis] = slice(part.offset, None)
             reach = (max(part.length, 1) - 1) * part.step
-            places[dim] = size - part.offset - max(0, reach), stride
+            starts[dim] = size - part.offset - max(0, reach), stride
             lengths += [(part.length, stride * part.step)] if part.length else []
         elif dim in column.sizes:
-            places[dim] = size - column.sizes[dim] + 1, stride
+            starts[dim] = size - column.sizes[dim] + 1, stride
             lengths.append((column.sizes[dim], stride))
         else:
             lengths.append((size, stride))
-    axes = [places[axis] for axis in anchored if axis in places] + lengths
+    axes = [starts[axis] for axis in anchored if axis in starts] + lengths
     shape, strides = [n for n, _ in axes], [stride for _, stride in axes]
     return as_strided(region[tuple(begin)], shape, strides, writeable=False)
 
@@ -275,7 +275,7 @@ class Regions:
         """Store where the sparse rows of a block are, if the field has any."""
         if self.rows is not None:
             for row, items in block.items:
-                self.rows.place(slot, row, items)
+                self.rows.put(slot, row, items)
 
     def claims(self, slot: int) -> list[ChunkPlaces]:
         """Return the chunks to read for the block in a slot."""
@@ -293,22 +293,22 @@ class Regions:
         if self.rows is not None:
             self.rows.drop(slot)
 
-    def variable_bytes(self, places: Ints) -> int:
+    def variable_bytes(self, slot_rows: Ints) -> int:
         """Return the total number of bytes of sparse rows, 0 for other columns."""
-        return 0 if self.rows is None else self.rows.variable_bytes(places)
+        return 0 if self.rows is None else self.rows.variable_bytes(slot_rows)
 
-    def gather(self, places: Ints, plan: BatchPlan, buffers: Buffers, seed: int) -> Gathered:
-        """Return the columns of a batch, and what must be copied to them: the samples at `places`."""
+    def gather(self, slot_rows: Ints, plan: BatchPlan, buffers: Buffers, seed: int) -> Gathered:
+        """Return the columns of a batch, and what must be copied to them: the samples at `slot_rows`."""
         if self.rows is not None:
-            return self.rows.gather(places, plan, buffers)
+            return self.rows.gather(slot_rows, plan, buffers)
         lease, key = partial(buffers.lease, usual=LIVE_BATCHES), (seed, plan.epoch)
-        slots, rows = np.divmod(places, self._block)
+        slots, rows = np.divmod(slot_rows, self._block)
         used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
         column = blocks[0].reader.column
-        filled = [block.batch for block in blocks if block.batch is not None and block.batch[0].count == len(places)]
-        outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(places), lease)
-        missing, copies = np.ones(len(places), np.bool_), list[Copy | BoxCopy]()
+        filled = [block.batch for block in blocks if block.batch is not None and block.batch[0].count == len(slot_rows)]
+        outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(slot_rows), lease)
+        missing, copies = np.ones(len(slot_rows), np.bool_), list[Copy | BoxCopy]()
         missing[[row for _, row in filled]] = False
         readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
         for reader in readers:
@@ -322,7 +322,7 @@ class Regions:
 
 
 def _locate(blocks: Sequence[BlockRegions], number: Ints, rows: Ints, key: tuple[int, int]) -> tuple[Ints, list[Ints]]:
-    """Return the region of samples, counted over all blocks, and their places in it on the anchored axes.
+    """Return the region of samples, counted over all blocks, and where they begin in it on the anchored axes.
 
     `number` and `rows`: the block of each sample, and its row there.
     """
@@ -361,8 +361,8 @@ def _copies(
         strides = np.array([cut.strides for cut in cuts], np.int64).reshape(len(cuts), -1)
         starts = np.array([cut.__array_interface__["data"][0] for cut in cuts], np.int64)[region]
         starts -= memory.__array_interface__["data"][0]
-        for axis, places in enumerate(at):
-            starts += places * strides[region, axis]
+        for axis, first in enumerate(at):
+            starts += first * strides[region, axis]
         inner, kind = np.unique(strides[:, len(at) :], axis=0, return_inverse=True)
         for number, each in enumerate(inner.tolist()):  # regions at a border may have other strides
             mine = kind.reshape(-1)[region] == number

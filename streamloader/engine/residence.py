@@ -1,7 +1,7 @@
 """The *residence* of a field: where its samples are, in all slots of blocks, until they are gathered.
 
 Small rows are in slots (`Rows`), large ones and those of variable size in the chunks that have them (`Chunks`), and
-those of arrays in regions (`Regions` of `regions.py`). A residence
+those of arrays in regions (`Regions` of `regions.py`). Row r of slot s is the *slot row* s * block + r. A residence
 
 - states what a pass needs for its field (`demand`),
 - `drop`s the samples of a slot,
@@ -77,14 +77,14 @@ class Rows:
     def drop(self, slot: int) -> None:
         """Do nothing: the rows of a slot are overwritten."""
 
-    def variable_bytes(self, _places: Ints) -> int:
+    def variable_bytes(self, _slot_rows: Ints) -> int:
         """Return 0."""
         return 0
 
-    def gather(self, places: Ints, _plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
-        """Return the column of a batch, and the copy of the rows at `places`."""
-        out = buffers.lease((len(places), *self.field.shape), self.field.dtype, LIVE_BATCHES)
-        return {self.name: out}, [Copy(out, self.values, places)]
+    def gather(self, slot_rows: Ints, _plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
+        """Return the column of a batch, and the copy of the rows at `slot_rows`."""
+        out = buffers.lease((len(slot_rows), *self.field.shape), self.field.dtype, LIVE_BATCHES)
+        return {self.name: out}, [Copy(out, self.values, slot_rows)]
 
 
 class Chunks:
@@ -113,7 +113,7 @@ class Chunks:
         self.table[first : first + len(table)] = table
         self._leases[slot] += memory
 
-    def place(self, slot: int, row: int, items: Items) -> None:
+    def put(self, slot: int, row: int, items: Items) -> None:
         """Put items of the arena into a slot, from `row` on."""
         place_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
         self._leases[slot].append(items.buffer)
@@ -122,51 +122,51 @@ class Chunks:
         """Free the memory of the chunks of a slot; rows that a batch holds stay valid."""
         self._leases[slot] = []
 
-    def hold(self, places: Ints) -> list[list[memoryview]]:
+    def hold(self, slot_rows: Ints) -> list[list[memoryview]]:
         """Return what keeps the bytes of rows valid after their slots are released."""
-        return [self._leases[slot] for slot in np.unique(places // self.block).tolist()]
+        return [self._leases[slot] for slot in np.unique(slot_rows // self.block).tolist()]
 
-    def variable_bytes(self, places: Ints) -> int:
+    def variable_bytes(self, slot_rows: Ints) -> int:
         """Return the total number of bytes of rows of variable size."""
-        return 0 if self.field.fixed else int(self.table[places, 1].sum())
+        return 0 if self.field.fixed else int(self.table[slot_rows, 1].sum())
 
-    def items(self, places: Ints) -> list[memoryview]:
+    def items(self, slot_rows: Ints) -> list[memoryview]:
         """Return the bytes of rows, as views that are valid until their slots are released."""
         data = self._arena.bytes.data
-        return [data[start : start + size] for start, size in self.table[places].tolist()]
+        return [data[start : start + size] for start, size in self.table[slot_rows].tolist()]
 
-    def gather(self, places: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
-        """Return the column of a batch, and what must be copied to it: the rows at `places`.
+    def gather(self, slot_rows: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
+        """Return the column of a batch, and what must be copied to it: the rows at `slot_rows`.
 
         The column of a variable size is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises
         `DecodeError`, which names the sample, for bytes that are invalid for the field.
         """
         field = self.field
         if field.kind in ("bytes", "text"):
-            return {self.name: self._objects(places, plan)}, []
-        starts, sizes = self.table[places].T.copy()
-        edges = np.zeros(len(places) + 1, np.int64)
+            return {self.name: self._objects(slot_rows, plan)}, []
+        starts, sizes = self.table[slot_rows].T.copy()
+        edges = np.zeros(len(slot_rows) + 1, np.int64)
         np.cumsum(sizes, out=edges[1:])
         if field.fixed:
-            out = buffers.lease((len(places), *field.shape), field.dtype, LIVE_BATCHES)
+            out = buffers.lease((len(slot_rows), *field.shape), field.dtype, LIVE_BATCHES)
             return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, sizes, edges[:-1])]
         if np.any(edges % field.item_bytes):
-            self._check(places, plan)
+            self._check(slot_rows, plan)
         columns, copies = [], []
-        step_rows = max(1, len(places) if self._pack is None else plan.step_rows)
-        for first in range(0, max(1, len(places)), step_rows):  # a row of packed values has samples of one step only
+        step_rows = max(1, len(slot_rows) if self._pack is None else plan.step_rows)
+        for first in range(0, max(1, len(slot_rows)), step_rows):  # a row of packed values has samples of one step only
             steps, part = slice(first, first + step_rows), edges[first : first + step_rows + 1] - edges[first]
             columns.append(self._lease_ragged(part // field.item_bytes, buffers))
             copies.append(Copy(flat(columns[-1].values), self._arena.bytes, starts[steps], sizes[steps], part[:-1]))
         return {self.name: columns[0] if len(columns) == 1 else PackedSteps(columns)}, copies
 
-    def _objects(self, places: Ints, plan: BatchPlan) -> list[Any]:
+    def _objects(self, slot_rows: Ints, plan: BatchPlan) -> list[Any]:
         """Return rows as bytes or str."""
         make = bytes if self.field.kind == "bytes" else partial(str, encoding="utf-8")
         try:
-            return [make(item) for item in self.items(places)]
+            return [make(item) for item in self.items(slot_rows)]
         except ValueError:
-            self._check(places, plan)
+            self._check(slot_rows, plan)
             raise
 
     def _lease_ragged(self, offsets: Ints, buffers: Buffers) -> Ragged:
@@ -178,9 +178,9 @@ class Chunks:
             values.reshape(-1)[count:] = pack.pad
         return Ragged(values, offsets)
 
-    def _check(self, places: Ints, plan: BatchPlan) -> None:
+    def _check(self, slot_rows: Ints, plan: BatchPlan) -> None:
         """Raise `DecodeError` for the first row that is invalid."""
-        for item, sample in zip(self.items(places), plan.samples.tolist(), strict=True):
+        for item, sample in zip(self.items(slot_rows), plan.samples.tolist(), strict=True):
             from_bytes(self.name, self.field, item, sample)
 
 

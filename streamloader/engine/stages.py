@@ -245,10 +245,10 @@ class Stages:
 
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
-        places = self._blocks.locate(plan.tickets, plan.rows)
-        size, scratch = sum(residence.variable_bytes(places) for residence in self._gathered), 0
+        slot_rows = self._blocks.locate(plan.tickets, plan.rows)
+        size, scratch = sum(residence.variable_bytes(slot_rows) for residence in self._gathered), 0
         for name, decoder in self._config.decoders.items():
-            items = self._encoded[name].items(places)
+            items = self._encoded[name].items(slot_rows)
             unsized = decoder.options.size is None
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
@@ -268,14 +268,14 @@ class Stages:
         copies: list[Copy | BoxCopy] = []
         name = ""
         try:
-            places = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
+            slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
             fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._options.resident.values()]
-            for residence, at in fields + [(residence, places) for residence in self._gathered]:
+            for residence, at in fields + [(residence, slot_rows) for residence in self._gathered]:
                 name = residence.name
                 columns, found = residence.gather(at, plan, self._buffers, self._options.seed)
                 batch.columns |= columns
                 copies += found
-            self._copy(batch, copies, places)
+            self._copy(batch, copies, slot_rows)
         except StreamloaderError:
             raise
         except Exception as error:
@@ -292,47 +292,47 @@ class Stages:
         """Wait at most `seconds` for each kind of work; return whether all has ended."""
         return all(jobs.join(seconds) for jobs in (self._copying, self._decoding, self._here))
 
-    def _copy(self, batch: Batch, copies: Sequence[Copy | BoxCopy], places: Ints) -> None:
+    def _copy(self, batch: Batch, copies: Sequence[Copy | BoxCopy], slot_rows: Ints) -> None:
         """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
         workers = self._executor.workers
         if not workers or not copies:
             copy_all(copies)
-            self._copied(batch, places)
+            self._copied(batch, slot_rows)
             return
         count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
-        ended = _Countdown(batch, count, partial(self._copied, batch, places))
+        ended = _Countdown(batch, count, partial(self._copied, batch, slot_rows))
         for number in range(count):
             self._copying.submit(Job(copy_all, [part_of(copies, number, count)], ended))
 
-    def _copied(self, batch: Batch, places: Ints) -> None:
-        if self.decodes and len(places):
-            self._start_decode(batch, places)
+    def _copied(self, batch: Batch, slot_rows: Ints) -> None:
+        if self.decodes and len(slot_rows):
+            self._start_decode(batch, slot_rows)
         else:
             self._start_transform(batch)
         batch.copied.set()
 
-    def _start_decode(self, batch: Batch, places: Ints) -> None:
-        parts = _divide(len(places), max(1, min(4 * self._threads, len(places) // PART_IMAGES)))
+    def _start_decode(self, batch: Batch, slot_rows: Ints) -> None:
+        parts = _divide(len(slot_rows), max(1, min(4 * self._threads, len(slot_rows) // PART_IMAGES)))
         names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
-        crops = {name: self._buffers.lease((len(places), 7), "int64") for name in names}
+        crops = {name: self._buffers.lease((len(slot_rows), 7), "int64") for name in names}
         ended = _Countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
-        for columns in [self._images(batch, name, places, crop) for name, crop in crops.items()]:
+        for columns in [self._images(batch, name, slot_rows, crop) for name, crop in crops.items()]:
             for part in parts:
                 self._decode_part(batch, columns, part, ended)
 
-    def _images(self, batch: Batch, name: str, places: Ints, crops: Ints) -> dict[str, Images]:
+    def _images(self, batch: Batch, name: str, slot_rows: Ints, crops: Ints) -> dict[str, Images]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
         out: NDArray[Any] | None = None
         if self._options.stack_images or decoder.options.size is not None:
-            shape = decoder.shape(chunks.items(places[:1])[0], int(plan.samples[0]))
-            out = self._buffers.lease((len(places), *shape), decoder.dtype, LIVE_BATCHES)
-        batch.columns[name] = [None] * len(places) if out is None else out[..., 0] if decoder.mask else out
-        batch.held += chunks.hold(places)
-        columns, key = (chunks.table[places], plan.samples, plan.positions), (self._options.seed, plan.epoch)
+            shape = decoder.shape(chunks.items(slot_rows[:1])[0], int(plan.samples[0]))
+            out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
+        batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
+        batch.held += chunks.hold(slot_rows)
+        columns, key = (chunks.table[slot_rows], plan.samples, plan.positions), (self._options.seed, plan.epoch)
         images = Images(self._decoders[name], self._executor.arena.bytes, *columns, key, out, crops)
         masks = decoder.options.masks
-        return {name: images} | ({} if masks is None else self._images(batch, masks, places, crops))
+        return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows, crops))
 
     def _decode_part(self, batch: Batch, columns: Mapping[str, Images], part: range, ended: _Countdown) -> None:
         made: list[NDArray[Any]] = []
