@@ -148,6 +148,10 @@ CASES: dict[str, Open] = {
     "transformed images": plain("sizes", sl.NumpyDataset, decode=True, transform=worker_tasks.summed_image),
     "transform": plain("zstd", sl.NumpyDataset, transform=worker_tasks.drawing_own),
     "transform of samples": plain("none", sl.NumpyDataset, batch_size=None, transform=worker_tasks.drawing_own),
+    "large arrays of a transform": plain("zstd", sl.NumpyDataset, batch_size=15, transform=worker_tasks.large),
+    "large arrays of a transform of samples": plain(
+        "none", sl.NumpyDataset, batch_size=None, transform=worker_tasks.large
+    ),
     "windows": grid("xarray3.zarr", windows=sl.Window(3)),
     "windows of numpy": grid(
         "xarray2.zarr", sl.NumpyDataset, windows=sl.Window(history=2, lead=1), fields=["z", "t2m"]
@@ -178,6 +182,9 @@ def test_tensors_of_a_transform_do_not_depend_on_the_number_of_workers(folder):
     opened = partial(plain("lz4", transform=worker_tasks.tensors), folder)
     expected = digests(opened(num_workers=0))
     assert digests(opened(num_workers=2)) == expected  # each imports torch, which takes long
+    large = partial(plain("lz4", batch_size=15, transform=worker_tasks.large_tensors), folder)
+    expected = digests(large(num_workers=0))
+    assert all(digests(large(num_workers=workers)) == expected for workers in (1, 2))
 
 
 def test_global_numbers_of_numpy_and_python_do_not_depend_on_the_number_of_workers(folder):
@@ -299,6 +306,34 @@ def test_an_error_of_a_transform_is_the_same_at_the_same_batch(arguments, folder
     expected = outcome(sl.NumpyDataset(folder / "none", num_workers=0, **options))
     assert (len(expected[0]), expected[1]) == (7, TransformError)
     assert outcome(sl.NumpyDataset(folder / "none", num_workers=2, **options)) == expected
+
+
+WAYS = ["shape", "dtype", "other dtype", "object", "masked", "integers masked", "none", "text", "number", "list"]
+
+
+@pytest.mark.parametrize("how", [*WAYS, "keys", "missing"])
+def test_a_large_array_that_differs_from_others_of_its_batch_gives_what_threads_give(how, folder):
+    options = {"shuffle": False, "transform": worker_tasks.Differing(how)}
+    for batch_size in (8, 5, 1):
+        expected = outcome(sl.NumpyDataset(folder / "none", num_workers=0, batch_size=batch_size, **options))
+        for workers in (1, 2, 3):
+            ds = sl.NumpyDataset(folder / "none", num_workers=workers, batch_size=batch_size, **options)
+            assert outcome(ds) == expected
+
+
+def test_large_arrays_of_a_transform_are_in_shared_memory_and_stay_as_they_are(folder):
+    options = {"transform": worker_tasks.large, "num_workers": 2}
+    arena = Executor(2).arena
+    kept = list(plain("zstd", sl.NumpyDataset, **options)(folder))
+    expected = digests(kept)
+    for batch in kept:
+        for name in ("x", "transposed", "mask", "complex"):
+            assert arena.offset(batch[name]) is not None
+    lists = [batch["optional"] for batch in kept]
+    del kept, batch
+    again = list(plain("zstd", sl.NumpyDataset, **options)(folder))
+    assert digests(again) == expected
+    assert digests(lists) == digests(batch["optional"] for batch in again)
 
 
 @pytest.mark.parametrize("case", ["none", "images", "transform of samples", "windows", "mixture"])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import datasets
@@ -30,7 +31,7 @@ from worker_tasks import workers_of
 
 import streamloader as sl
 from streamloader.engine.arena import PAGE, RETURNED_BYTES, Arena
-from streamloader.engine.executor import LEAST_CORES, MOST_COPYING, SLOW_TRANSFORM, Executor, choose_workers
+from streamloader.engine.executor import LEAST_CORES, MOST_COPYING, SLOW_TRANSFORM, Executor, Job, choose_workers
 from streamloader.engine.messages import MOVED_BYTES, Callback
 from streamloader.errors import EngineError
 
@@ -269,6 +270,27 @@ def test_a_callback_can_give_memory_to_write_to(executors, workers):
 
     executors[workers].call(ask_for_memory, Callback(allocate))
     assert made[0].tolist() == list(range(100))
+
+
+def write_slowly(callback: Callable[..., Any], path: Path) -> None:
+    memory = callback(1 << 20)
+    path.touch()
+    time.sleep(0.5)
+    memory[:] = 7
+
+
+def test_closing_frees_no_memory_that_a_worker_may_write_to(executors, tmp_path):
+    """Without waiting for calls: one that was given memory goes on and ends, and the memory is there until then."""
+    arena, ended = executors[1].arena, SimpleQueue[Any]()
+    before = arena.allocated
+    jobs = executors[1].jobs("slow", 1, bool)
+    arguments = Callback(arena.allocate), tmp_path / "begun"
+    jobs.submit(Job(write_slowly, arguments, lambda *end: ended.put((*end, arena.allocated - before))))
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.001)
+    jobs.close(wait=False)
+    assert arena.allocated == before + (1 << 20)
+    assert ended.get(timeout=60) == (None, None, 0)
 
 
 @BOTH

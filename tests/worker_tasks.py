@@ -37,6 +37,59 @@ def tensors(sample: dict[str, Any]) -> dict[str, Any]:
     return {"x": x.bfloat16(), "drawn": torch.rand(2) + x.mean(), "list": [x, sample["label"]]}
 
 
+def large(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return large arrays: contiguous or not, of several dtypes, of a ragged field, in a list, and of a few samples."""
+    x = np.resize(sample["x"], (64, 50))
+    optional = x if sample["label"] % 5 else None
+    return {
+        "x": x,
+        "transposed": x.T[::-1],
+        "mask": np.resize(x > x.mean(), (100, 100)),
+        "complex": x * 1j,
+        "label": sample["label"],
+        "tok": np.resize(sample["tok"], (4096, *sample["tok"].shape[1:])),
+        "list": [x],
+        "optional": optional,
+        "swapped": x.astype(">f8"),
+    }
+
+
+def large_tensors(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return large tensors, also of a dtype that numpy does not have, with gradients, and of a few samples."""
+    import torch
+
+    x = torch.from_numpy(np.resize(sample["x"], (64, 50)))
+    found = {"x": x, "half": x.T.repeat(2, 1).bfloat16(), "mask": (x > 0).repeat(3, 1), "label": sample["label"]}
+    return {**found, "gradients": x.clone().requires_grad_(), "either": x if sample["label"] % 7 else x.numpy()}
+
+
+class Differing:
+    """A transform that returns large arrays, of which that of one sample differs from the others."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        x = np.resize(sample["x"], (64, 50))
+        if sample["label"] != 57 - 2**40:
+            return {"first": x, "x": x}
+        values = {
+            "shape": x[1:],
+            "dtype": x.astype(np.float64),
+            "other dtype": x.astype("M8[s]"),
+            "object": x.astype(object),
+            "masked": np.ma.array(x, mask=x > 0),
+            "integers masked": np.ma.array(x.astype(int), mask=True),
+            "none": None,
+            "text": "text",
+            "number": 1.5,
+            "list": [x],
+        }
+        if self.how == "keys":
+            return {"x": x, "first": x}
+        return {"x": x} if self.how == "missing" else {"first": x, "x": values[self.how]}
+
+
 def summed_image(sample: dict[str, Any]) -> dict[str, Any]:
     """Return values of an image of any size."""
     return {"image": sample["image"][:4, :4].copy(), "sum": int(sample["image"].sum()), "label": sample["label"]}

@@ -342,13 +342,16 @@ class Calls:
             self.submit(job)
 
     def close(self, *, wait: bool = True) -> None:
-        """Drop the jobs that have not begun. With `wait`, those that run end: they may write to the arena."""
+        """Drop the jobs that have not begun. Those that may write to the arena end: with `wait`, all that run.
+
+        Without, only those that have called back for memory.
+        """
         with self._changed:
             self._closed, self.on_error = True, bool  # whose object may own this one
             self._jobs.clear()
             unused, self._idle = [*self._idle, *(() if wait else self._busy)], deque()
         for channel in unused:
-            channel.close()
+            channel.close_unless_given()
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` until no job runs; return whether none does."""
@@ -475,15 +478,22 @@ class _Channel:
 
     def _answer(self, ok: bool, value: Any) -> None:
         refer_to(self._pool.arena, self._moved)
-        self._given = value
         data = dump((ok, value))[0]
         with self._lock, suppress(OSError):
-            self.connection.send_bytes(data)
+            if not self._closed:
+                self._given = value
+                self.connection.send_bytes(data)
 
     def _allocate(self, size: int) -> tuple[int, NDArray[np.uint8]]:
         """Return memory for a large array of the result, and its number."""
         self._moved.append(self._pool.arena.allocate(size))
         return len(self._moved) - 1, self._moved[-1]
+
+    def close_unless_given(self) -> None:
+        """End the connection, but not while the worker may write to memory that a callback has returned."""
+        with self._lock:
+            if self._given is None:
+                self.close()
 
     def close(self) -> None:
         """End the connection; the worker's thread ends after its call, whose result is dropped.

@@ -33,10 +33,9 @@ from streamloader.engine.transform import (
     Transform,
     apply,
     collate,
-    loads,
+    load_parts,
     rows_of,
     share_transform,
-    takes_rng,
     transform_samples,
 )
 from streamloader.errors import EngineError, StreamloaderError, wrapped
@@ -226,7 +225,6 @@ class Stages:
         self._shared_transform: Transform | None = None
         if options.transform is not None:
             transform = self._held_transform()
-            self._with_rng = takes_rng(transform)
             if executor.workers:
                 self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
         alone = self._shared_transform is None
@@ -286,7 +284,7 @@ class Stages:
         for jobs in (self._copying, self._decoding, self._here):
             jobs.close()
         if isinstance(self._transforming, Calls):
-            self._transforming.close(wait=False)  # a slow one; its result is pickled
+            self._transforming.close(wait=False)  # a slow one, unless it has ended and its results are copied
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for each kind of work; return whether all has ended."""
@@ -373,33 +371,46 @@ class Stages:
             batch.finished.set()
             return
         parts = _divide(count, self._transforming.count)
-        samples: list[Any] = [b""] * len(parts)
-        ended = _Countdown(batch, len(parts), partial(self._end_transform, batch, samples))
+        made: list[Any] = [None] * len(parts)
+        memory: dict[str, NDArray[Any]] = {}
+        ended = _Countdown(batch, len(parts), partial(self._end_transform, batch, made, memory))
         for number, part in enumerate(parts):
-            columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
-            self._transform_part(batch.plan.part(part.start, part.stop, 0), columns, (samples, number), ended)
+            self._transform_part(batch, part, (made, number), memory, ended)
 
     def _transform_part(
-        self, plan: BatchPlan, columns: Mapping[str, Any], into: tuple[list[Any], int], ended: _Countdown
+        self, batch: Batch, part: range, into: tuple[list[Any], int], memory: dict[str, NDArray[Any]], ended: _Countdown
     ) -> None:
-        """Begin to transform a part of a batch, and set an item of a list to its samples; in workers they are pickled.
+        """Begin to transform a part of a batch, and set an item of a list to its samples and their memory.
 
-        The seconds include those in which a transform waits for others of its worker.
+        Those of workers are a `Part`, whose large values are in rows of the columns `memory`. The seconds include those
+        in which a transform waits for others of its worker.
         """
+        columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
+        plan = batch.plan.part(part.start, part.stop, 0)
         labels = [RngKey(self._options.seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
-        tensors, begin = self._config.tensors, 0.0
+        tensors, lease, begin = self._config.tensors, self._buffers.lease, 0.0
+        rows: dict[str, NDArray[Any]] = {}
 
         def begins() -> None:
             nonlocal begin
             begin = time.perf_counter()
 
+        def allocate(wanted: Sequence[tuple[str, tuple[int, ...], str]]) -> list[NDArray[Any]]:
+            for name, shape, dtype in wanted:
+                if name not in memory:
+                    memory[name] = lease((len(batch.plan.samples), *shape), dtype, LIVE_BATCHES)
+                of_column = memory[name][part.start : part.stop]
+                alike = of_column.shape[1:] == shape and of_column.dtype == dtype
+                rows[name] = of_column if alike else lease((len(part), *shape), dtype)
+            return [rows[name] for name, *_ in wanted]
+
         def done(result: Any, error: BaseException | None) -> None:
-            into[0][into[1]] = result
+            into[0][into[1]] = result, rows
             self._counters.add(transform_seconds=time.perf_counter() - begin)
             ended(None, error)
 
         if self._shared_transform is not None:
-            arguments = self._shared_transform, columns, labels, tensors, self._with_rng
+            arguments = self._shared_transform, columns, labels, tensors, Callback(allocate)
             job = Job(transform_samples, arguments, done, begins)
         else:
             job = Job(self._apply, (columns, labels), done, begins)
@@ -408,10 +419,10 @@ class Stages:
     def _apply(self, columns: Mapping[str, Any], labels: tuple[list[RngKey], list[int]]) -> list[Sample]:
         generator = "" if self._config.tensors is None else self._config.tensors.generator
         own = rows_of(columns, len(labels[1]))
-        return apply(self._held_transform(), own, *labels, generator, with_rng=self._with_rng)
+        return apply(self._held_transform(), own, *labels, generator)
 
-    def _end_transform(self, batch: Batch, samples: list[Any]) -> None:
-        finish = Job(self._collate, (batch, samples), _Countdown(batch, 1, batch.finished.set))
+    def _end_transform(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
+        finish = Job(self._collate, (batch, parts, memory), _Countdown(batch, 1, batch.finished.set))
         self._here.submit(finish)
 
     def _held_transform(self) -> Transform:
@@ -420,12 +431,16 @@ class Stages:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
         return held.call
 
-    def _collate(self, batch: Batch, parts: list[Any]) -> None:
-        """Make the columns of transformed samples."""
+    def _collate(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
+        """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""
         numbers, tensors = batch.plan.samples.tolist(), self._config.tensors
-        samples = [one for part in parts for one in (loads(part) if isinstance(part, bytes) else part)]
+        if self._shared_transform is None:
+            samples, complete = [one for part, _ in parts for one in part], dict[str, Any]()
+        else:
+            whole = {name: column for name, column in memory.items() if name not in self._ragged}
+            samples, complete = load_parts(parts, whole if self._options.batched else {})
         if self._options.batched:
-            batch.columns = collate(samples, numbers, tensors, self._ragged)
+            batch.columns = collate(samples, numbers, tensors, self._ragged, complete)
         else:
             batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from struct import pack, unpack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +48,9 @@ class Tensors(NamedTuple):
 
     `stack(field, values, sample_numbers)` returns the values as one column, or None if they are not tensors.
     Two names are loaded where the transform runs, "module:name": `reducer` is the `reducer_override` of a
-    `pickle.Pickler` that sends tensors by value; `generator()` is a context in which this thread draws random numbers
-    from a generator of its own, which `generator().seed(number)` seeds.
+    `pickle.Pickler` that sends tensors by value, as `build, (bytes, *args)`: if the bytes of several tensors are the
+    rows of an array, `build(array, *args)` returns these tensors, stacked. `generator()` is a context in which this
+    thread draws random numbers from a generator of its own, which `generator().seed(number)` seeds.
     """
 
     stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
@@ -101,7 +103,6 @@ def apply(
     numbers: Sequence[int],
     generator: str = "",
     *,
-    with_rng: bool,
     alone: bool = False,
 ) -> list[Sample]:
     """Return the transformed samples. `generator`: that of `Tensors`.
@@ -112,7 +113,7 @@ def apply(
     Raises `TransformError`, which names the sample, for any exception of the transform. This includes SystemExit,
     which must not end the thread or process that runs the transform.
     """
-    out = []
+    out, with_rng = [], takes_rng(transform)
     own = resolve_name(generator)() if generator else None
     for sample, key, number in zip(samples, keys, numbers, strict=True):
         for_tensors, for_numpy, for_python = key.seeds()
@@ -135,20 +136,27 @@ def apply(
 
 
 def collate(
-    samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors | None = None, ragged: Sequence[str] = ()
+    samples: Sequence[Sample],
+    numbers: Sequence[int],
+    tensors: Tensors | None = None,
+    ragged: Sequence[str] = (),
+    complete: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return samples as batch columns: arrays, tensors and numbers are stacked, other values become lists.
 
-    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. Raises `TransformError`, which names
-    the field and, if known, the sample.
+    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. `complete`: the columns that exist.
+    Raises `TransformError`, which names the field and, if known, the sample.
     """
     names = list(samples[0]) if samples else []
     for sample, number in zip(samples, numbers, strict=True):
         if list(sample) != names:
             problem = f"the transform returned keys {list(sample)} for sample {number} after {names}"
             raise TransformError(problem, "return the same keys, in the same order, for every sample")
-    columns = {name: [sample[name] for sample in samples] for name in names}
-    return {name: _column(name, columns[name], numbers, tensors, name in ragged) for name in names}
+    columns = {name: [sample[name] for sample in samples] for name in names if name not in complete}
+    return {
+        name: complete[name] if name in complete else _column(name, columns[name], numbers, tensors, name in ragged)
+        for name in names
+    }
 
 
 def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tensors | None, ragged: bool) -> Any:
@@ -204,12 +212,16 @@ def _to_arrays(name: str, values: list[Any], numbers: Sequence[int]) -> list[NDA
 
 def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
     """Raise `TransformError` for a dtype that torch does not have."""
-    if (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16):
+    if _is_of_tensors(dtype):
         return
     kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
     remedy = f"return {kinds.get(dtype.kind, 'value.tolist(), which is returned as a list')}"
     problem = f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have"
     raise TransformError(problem, remedy)
+
+
+def _is_of_tensors(dtype: np.dtype[Any]) -> bool:
+    return (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16)
 
 
 def check_shapes(name: str, values: Sequence[Any]) -> None:
@@ -250,16 +262,50 @@ def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{name: column[i] for name, column in split.items()} for i in range(count)]
 
 
+# Arrays and tensors of this size are written to the columns of the batch by the worker that has made them.
+STACKED_BYTES = 1 << 13
+
+
+class Raw(NamedTuple):
+    """An array, or the bytes of a tensor and how to build it. Values of several samples are the rows of one."""
+
+    array: NDArray[Any]
+    build: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+
+    def value(self) -> Any:
+        """Return the array or the tensor."""
+        return self.array if self.build is None else self.build(self.array, *self.args)
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what the rows of parts of a column have in common."""
+        return self.array.shape[1:], self.array.dtype, self.build, self.args
+
+
+class Part(NamedTuple):
+    """The transformed samples of a part of a batch, pickled.
+
+    They have None for the fields of `builds`, whose values are in memory of the parent: the `build` and `args` of each.
+    """
+
+    samples: bytes
+    builds: Mapping[str, tuple[Any, ...]]
+
+
+Allocate = Callable[[Sequence[tuple[str, tuple[int, ...], str]]], Sequence[NDArray[Any]]]
+
+
 def transform_samples(
     transform: Transform,
     columns: Mapping[str, Any],
     labels: tuple[Sequence[RngKey], Sequence[int]],
     tensors: Tensors | None,
-    with_rng: bool,
-) -> bytes:
-    """Return the transformed samples of columns, pickled: the function of a worker.
+    allocate: Allocate,
+) -> Part:
+    """Return the transformed samples of columns: the function of a worker.
 
-    `labels`: `keys` and `numbers` of `apply`.
+    `labels`: `keys` and `numbers` of `apply`. `allocate` returns memory for the values of fields, each given with its
+    name, the shape of a value and the dtype.
 
     The transform gets copies: if it changes its arrays and the worker is killed, the others are as before.
     """
@@ -270,18 +316,69 @@ def transform_samples(
     ]
     with _alone():
         generator = "" if tensors is None else tensors.generator
-        done = apply(transform, own, *labels, generator, with_rng=with_rng, alone=True)
+        done = apply(transform, own, *labels, generator, alone=True)
     try:
-        return _dump(done, reduce)
+        large = _large_values(done, reduce)
+        samples = _dump([{**sample, **dict.fromkeys(large)} for sample in done] if large else done, reduce)
     except BaseException as error:
         problem = f"the result of the transform for one of {list(labels[1])[:4]}... cannot be sent between processes"
         remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use num_workers=0"
         raise TransformError(f"{problem} ({type(error).__name__}: {message(error)})", remedy) from error
+    wanted = [(name, values[0].array.shape, values[0].array.dtype.name) for name, values in large.items()]
+    memory = allocate(wanted) if wanted else ()
+    for values, rows in zip(large.values(), memory, strict=True):
+        np.stack([value.array for value in values], out=rows)
+    return Part(samples, {name: values[0][1:] for name, values in large.items()})
 
 
-def loads(samples: bytes) -> list[Sample]:
-    """Return the result of `transform_samples`."""
-    return list(pickle.loads(samples))
+def _large_values(samples: Sequence[Sample], reduce: Callable[[Any], Any] | None) -> dict[str, list[Raw]]:
+    """Return the values of the fields that have large arrays or tensors of one shape and dtype in all samples."""
+    found = {}
+    for name in samples[0]:
+        values: list[Raw] = []
+        for sample in samples:
+            raw = _raw(sample.get(name), reduce)
+            if raw is None or raw.array.nbytes < STACKED_BYTES:
+                break
+            values.append(raw)
+        if len(values) == len(samples) and len({(raw.array.shape, raw.array.dtype, *raw[1:]) for raw in values}) == 1:
+            found[name] = values
+    return found
+
+
+def _raw(value: Any, reduce: Callable[[Any], Any] | None) -> Raw | None:
+    if type(value) is np.ndarray:
+        return Raw(value) if value.dtype.isnative and _is_of_tensors(value.dtype) else None
+    reduced = NotImplemented if reduce is None else reduce(value)
+    if reduced is NotImplemented:
+        return None
+    build, (data, *args) = reduced
+    return Raw(data, build, tuple(args))
+
+
+def load_parts(
+    parts: Sequence[tuple[Part, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Return the samples of the parts of a batch, and the columns that are complete, for which the samples have None.
+
+    Each part is given with the memory of its large values. `columns`: the memory of whole columns, of which that of a
+    part is a view if its values have the same shape and dtype.
+    """
+    stacked = [{name: Raw(memory[name], *build) for name, build in part.builds.items()} for part, memory in parts]
+    complete = {}
+    for name, column in columns.items():
+        kinds = {part[name].kind() if name in part else None for part in stacked}
+        whole = stacked[0].get(name, Raw(column))._replace(array=column)
+        if kinds == {whole.kind()}:
+            complete[name] = whole.value()
+    samples: list[Sample] = []
+    for (part, _), large in zip(parts, stacked, strict=True):
+        own = pickle.loads(part.samples)
+        for name, raw in large.items():
+            for sample, row in zip(own, raw.array, strict=True) if name not in complete else ():
+                sample[name] = raw._replace(array=row).value()
+        samples += own
+    return samples, complete
 
 
 HUNG_SECONDS = 5

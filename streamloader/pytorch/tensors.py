@@ -54,7 +54,8 @@ def reduce_tensor(value: Any) -> Any:
 
 
 def _rebuilt(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+    """Return a tensor with these bytes, or stacked tensors with the bytes of the rows."""
+    return torch.from_numpy(data).view(dtype).reshape(data.shape[:-1] + shape)
 
 
 class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
