@@ -153,9 +153,9 @@ def held() -> Held:
 
 def slots() -> int:
     """Return how many loaders have slots for blocks."""
-    from streamloader.engine.blocks import Blocks
+    from streamloader.engine.blocks import Memory
 
-    return sum(type(one) is Blocks for one in gc.get_objects())  # isinstance wakes proxies
+    return sum(type(one) is Memory for one in gc.get_objects())  # isinstance wakes proxies
 
 
 def connections() -> list[str]:

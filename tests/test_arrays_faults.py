@@ -317,7 +317,7 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
     """Its slot may belong to another block by then, which would get the regions of this one."""
     dataset = open_dataset(Source(url_of("xarray3.zarr"), sample_axis="time"))
     budget, executor = Budget(slots=1, threads=2, bytes=1 << 30, body_bytes=1 << 30), Executor()
-    memory = Memory.of(dataset.region_readers, 4, budget, Counters(), executor.arena)
+    memory = Memory(dataset.region_readers, 4, budget, Counters(), executor.arena)
     fetch, begun, resume = fetcher_module.fetch_body, threading.Event(), threading.Event()
 
     def fetch_late(*args):
@@ -327,7 +327,7 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
 
     monkeypatch.setattr(fetcher_module, "fetch_body", fetch_late)
     with closing(Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)) as fetcher:
-        memory.blocks.reserve(0)
+        memory.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
         assert begun.wait(300)
         with fetcher._changed:
@@ -337,9 +337,9 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
         resume.set()
         assert fetcher.wait(0) is None
         fetcher.forget(0)
-        memory.blocks.release(0)
-        memory.blocks.reserve(1)
-        slot = memory.blocks.claim(1)
+        memory.release(0)
+        memory.reserve(1)
+        slot = memory.claim(1)
         late.memory[:] = [memoryview(bytearray(1 << 20))]
         fetcher._received(late, (1 << 20, 1.0), None)
-        assert all(regions._blocks[slot] is None for regions in memory.blocks.residences.values())
+        assert all(regions._blocks[slot] is None for regions in memory.residences.values())

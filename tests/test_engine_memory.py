@@ -3,6 +3,7 @@ and what was dropped is used again.
 """
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,17 @@ from hypothesis import strategies as st
 from torchrun import run_python
 
 from streamloader.engine.arena import Arena, machine_memory
-from streamloader.engine.blocks import NO_SLOT, Blocks
-from streamloader.engine.memory import LIVE_BATCHES, MACHINE_SHARE, MAX_THREADS, Buffers, Demand, allot, allowance
+from streamloader.engine.blocks import NO_SLOT, Memory
+from streamloader.engine.memory import (
+    LIVE_BATCHES,
+    MACHINE_SHARE,
+    MAX_THREADS,
+    Budget,
+    Buffers,
+    Demand,
+    allot,
+    allowance,
+)
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
@@ -23,13 +33,17 @@ from streamloader.stats import Counters
 
 ARENA = Arena(shared=False)
 BLOCK = 4
+FIELDS = (("x", Field.parse("int64[2]")), ("raw", Field.parse("bytes")))
 
 
-def blocks_of(slots: int) -> tuple[Blocks, Rows, Chunks]:
-    """Blocks of two fields, and the residences of these."""
-    rows = Rows("x", Field.parse("int64[2]"), ARENA, (slots, BLOCK))
-    chunks = Chunks("raw", Field.parse("bytes"), ARENA, (slots, BLOCK))
-    return Blocks({"x": rows, "raw": chunks}, slots, BLOCK), rows, chunks
+def memory_of(slots: int) -> tuple[Memory, Rows, Chunks]:
+    """The memory of two fields, and the residences of these."""
+    readers: dict[str, Any] = {name: SimpleNamespace(layout=SimpleNamespace(field=field)) for name, field in FIELDS}
+    memory = Memory(readers, BLOCK, Budget(slots=slots, threads=1, bytes=1 << 30), Counters(), ARENA)
+    rows, chunks = memory.residences.values()
+    assert isinstance(rows, Rows)
+    assert isinstance(chunks, Chunks)
+    return memory, rows, chunks
 
 
 def items(values: list[bytes]) -> Items:
@@ -46,7 +60,7 @@ def arena_items(values: list[bytes]) -> Items:
     return Items(memory.data[: found.buffer.nbytes], found.starts, found.stops)
 
 
-def fill(blocks: Blocks, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0) -> None:
+def fill(blocks: Memory, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
     blocks.reserve(ticket)
     slot = blocks.claim(ticket)
@@ -60,7 +74,7 @@ def fill(blocks: Blocks, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0)
 @given(st.data())
 def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data):
     slots = data.draw(st.integers(1, 6))
-    arena, stored, chunks = blocks_of(slots)
+    arena, stored, chunks = memory_of(slots)
     live: list[int] = []
     ticket = 0
     for _ in range(data.draw(st.integers(1, 60))):
@@ -79,12 +93,12 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         assert [bytes(item) for item in chunks.items(places)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
         ]
-    arena.clear()
+    arena.clear(arena.budget)
     assert arena.free == slots
 
 
 def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
-    arena, _, _ = blocks_of(2)
+    arena, _, _ = memory_of(2)
     arena.reserve(5)
     arena.reserve(6)
     assert arena.free == 0
@@ -102,7 +116,7 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
 
 
 def test_items_that_a_batch_holds_outlive_their_slot():
-    arena, rows, chunks = blocks_of(1)
+    arena, rows, chunks = memory_of(1)
     fill(arena, rows, chunks, 0)
     places = arena.locate(np.zeros(1, np.int64), np.array([3]))
     held, holds = chunks.items(places), chunks.hold(places)

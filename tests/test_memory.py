@@ -114,10 +114,10 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     dataset = open_source(Source(tmp_path / "d"))
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
     executor, limits = Executor(), (Pace(1), Hedging())
-    memory = Memory.of(dataset.readers, 4, budget, Counters(), executor.arena)
+    memory = Memory(dataset.readers, 4, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, limits, memory, executor)
     with closing(fetcher):
-        memory.blocks.reserve(0)
+        memory.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
         assert arrived.wait(300)
         assert 4 << 20 <= fetcher.leave(0) <= 5 << 20
@@ -135,7 +135,7 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     # a block may decode a quarter of these bytes before the one in front of it is complete
     budget = Budget(slots=2, threads=2, bytes=64 << 20, body_bytes=64 << 20, exact=True)
     executor = Executor()
-    memory = Memory.of(dataset.readers, 8, budget, Counters(), executor.arena)
+    memory = Memory(dataset.readers, 8, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)
     runs, fetch = FieldReader.runs, fetcher_module.fetch_items
     queued = threading.Event()
@@ -148,13 +148,13 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     monkeypatch.setattr(fetcher_module, "fetch_items", fetch_late)
     with closing(fetcher):
         for ticket in range(2):
-            memory.blocks.reserve(ticket)
+            memory.reserve(ticket)
         for ticket in (1, 0):  # the threads begin with the later one
             fetcher.load(BlockRef(ticket, 8 * ticket, 8 * ticket + 8))
         queued.set()
         assert in_thread(partial(fetcher.wait, 0)).result(300) is None
         fetcher.forget(0)
-        memory.blocks.release(0)
+        memory.release(0)
 
 
 def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():

@@ -419,7 +419,7 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
     monkeypatch.setattr(Chunks, "gather", fails)
     with uncollected():
         iterator, found = iter(ds), []
-        arena = weakref.ref(ds._engine().core.memory.blocks)
+        arena = weakref.ref(ds._engine().core.memory)
         with suppress(DecodeError):
             for batch in iterator:
                 found += numbers(batch)

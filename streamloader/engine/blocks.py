@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
 from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget, Buffers
-from streamloader.engine.regions import BatchRow, BatchRows, Lease, Regions
+from streamloader.engine.regions import BatchRow, BatchRows, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
 from streamloader.format.reader import FieldReader
 from streamloader.options import Pack
@@ -35,33 +34,48 @@ def residence_of(reader: FieldReader | RegionReader) -> type[Rows | Chunks | Reg
     return Rows if field.fixed and field.item_bytes < LARGE_ROW else Chunks
 
 
-class Blocks:
-    """`slots` blocks of `block` samples, whose fields are in `residences`.
+class Memory:
+    """The memory of a pass: slots for blocks of `block` samples, residences of their fields, and buffers.
 
-    If blocks fill rows of batches, `lease` makes these. `keeps`: all chunks of arrays are kept for later epochs.
+    `readers`: of the fields, some of which are packed. `bodies`: of responses, and of what is decoded from them.
+    `buffers`: of batches. The next pass reuses it, so that its pages have been touched.
     """
 
     def __init__(
         self,
-        residences: Mapping[str, Residence],
-        slots: int,
+        readers: Mapping[str, FieldReader | RegionReader],
         block: int,
-        lease: Lease | None = None,
+        budget: Budget,
+        counters: Counters,
+        arena: Arena,
         *,
-        keeps: bool = False,
+        packs: Mapping[str, Pack] = NO_PACKS,
     ) -> None:
-        self.residences, self.block = residences, block
-        self._kept = {name: each for name, each in residences.items() if keeps and isinstance(each, Regions)}
-        self._lease = lease
+        self.block, self.budget, self.counters = block, budget, counters
+        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
+        columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
+        self.buffers = Buffers(arena, counters, keep=columns_alive, most=most)
+        self.bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
+        self.residences: dict[str, Residence] = {
+            name: residence_of(reader)(name, reader.layout.field, arena, (budget.slots, block), packs.get(name))
+            for name, reader in readers.items()
+        }
+        kept = self.residences.items() if budget.keeps else ()
+        self._kept = {name: each for name, each in kept if isinstance(each, Regions)}
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
-        self._count = slots
-        self._free = list(range(slots))
+        self._free = list(range(budget.slots))
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
 
-    def clear(self) -> None:
-        """Release every slot. The threads of the pass that held them must have ended."""
+    def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:
+        """Return whether it has the fields, the blocks and the slots that a pass with this budget needs."""
+        has = (*self.residences,), self.block, *self.budget.shape
+        return has == ((*names,), block, *budget.shape)
+
+    def clear(self, budget: Budget) -> None:
+        """Release every slot, for a pass with this budget. The threads of the last pass must have ended."""
+        self.budget = budget
         for ticket in list(self._slots):
             self.release(ticket)
         self._batch_rows.clear()
@@ -69,12 +83,12 @@ class Blocks:
     @property
     def free(self) -> int:
         """The number of slots that can be reserved."""
-        return self._count - len(self._slots)
+        return self.budget.slots - len(self._slots)
 
     def expect(self, plan: BatchPlan) -> None:
         """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
-        if self._lease is not None:
-            batch = BatchRows(plan, self._lease)
+        if self.budget.fills_batches:
+            batch = BatchRows(plan, self.buffers)
             self._batch_rows |= {ticket: (batch, row) for ticket, row in batch.rows.items()}
 
     def reserve(self, ticket: int) -> None:
@@ -143,45 +157,3 @@ class Blocks:
         for ticket, slot in self._slots.items():
             table[ticket & (len(table) - 1)] = slot * self.block
         self._first_row = table
-
-
-class Memory(NamedTuple):
-    """The memory of bodies, blocks and batches, its budget, and the counters of the loader that uses it.
-
-    The next pass reuses it, so that its pages have been touched.
-    """
-
-    bodies: Buffers
-    blocks: Blocks
-    buffers: Buffers
-    budget: Budget
-    counters: Counters
-
-    @classmethod
-    def of(
-        cls,
-        readers: Mapping[str, FieldReader | RegionReader],
-        block: int,
-        budget: Budget,
-        counters: Counters,
-        arena: Arena,
-        *,
-        packs: Mapping[str, Pack] = NO_PACKS,
-    ) -> Memory:
-        """Return memory for blocks of `block` samples of the fields of these readers, some of which are packed."""
-        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
-        columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
-        buffers = Buffers(arena, counters, keep=columns_alive, most=most)
-        lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
-        bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
-        residences: dict[str, Residence] = {
-            name: residence_of(reader)(name, reader.layout.field, arena, (budget.slots, block), packs.get(name))
-            for name, reader in readers.items()
-        }
-        blocks = Blocks(residences, budget.slots, block, lease, keeps=budget.keeps)
-        return cls(bodies, blocks, buffers, budget, counters)
-
-    def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:
-        """Return whether it has the fields, the blocks and the slots that a pass with this budget needs."""
-        has = (*self.blocks.residences,), self.blocks.block, *self.budget.shape
-        return has == ((*names,), block, *budget.shape)

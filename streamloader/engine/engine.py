@@ -160,10 +160,10 @@ class Engine:
             if budget.exact:
                 trim_heaps()  # of the thread that made bytes and texts, which another one replaces
             if ended:
-                memory.blocks.clear()
-                return memory._replace(budget=budget)
+                memory.clear(budget)
+                return memory
         readers = {name: self.datasets[0].readers[name] for name in names}
-        return Memory.of(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
+        return Memory(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -384,7 +384,7 @@ class Assembler:
         self.passes = 0  # that their consumers completed
         self.counters = memory.counters
         self._fetcher = fetcher
-        self._blocks = memory.blocks
+        self._blocks = memory
         # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
         self._budget = memory.budget
         # With `memory=`, the headers of images give their size.

@@ -154,12 +154,12 @@ class Fetcher:
             for dataset in datasets
             for name in names
         }
-        residences = memory.blocks.residences
+        residences = memory.residences
         self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
-        self._memory, self._bodies = memory.blocks, memory.bodies
+        self._memory, self._bodies = memory, memory.bodies
         self._budget = budget = memory.budget
         # rows of batches are counted as slots are, and memory that is kept apart
         counted = {} if budget.fills_batches or budget.keeps else residences

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
 
 Ints = NDArray[np.int64]
-Lease = Callable[[tuple[int, ...], str], NDArray[Any]]
 BatchRow = tuple["BatchRows", int]  # a row of a batch in the making
 # Requests for chunks of arrays may be large. Fewer in flight take less memory; 16 of 85 MB/s each fill 10 Gbit/s.
 # The size of a compressed chunk is unknown, and counts as decoded.
@@ -97,9 +96,9 @@ class BlockRegions:
         return [[low[dims.index(axis)] for axis in axes if axis in dims] for low, _ in self.bounds]
 
 
-def _lease_outputs(column: RegionColumn, count: int, lease: Lease) -> list[NDArray[Any]]:
+def _lease_outputs(column: RegionColumn, count: int, buffers: Buffers) -> list[NDArray[Any]]:
     """Return memory for `count` samples of each output of a column."""
-    return [lease((count, *output.shape), column.dtype) for output in column.outputs]
+    return [buffers.lease((count, *output.shape), column.dtype, LIVE_BATCHES) for output in column.outputs]
 
 
 def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> NDArray[Any]:
@@ -136,18 +135,18 @@ class BatchRows:
     another batch needs too: its consumer may have changed this one by then.
     """
 
-    def __init__(self, plan: BatchPlan, lease: Lease) -> None:
+    def __init__(self, plan: BatchPlan, buffers: Buffers) -> None:
         self.count = len(plan.rows)
         tickets, rows = np.unique(plan.tickets, return_index=True)
         alone = {ref.ticket for ref in plan.needs} & set(plan.done)
         self.rows = {key: row for key, row in zip(tickets.tolist(), rows.tolist(), strict=True) if key in alone}
-        self._lease = lease
+        self._buffers = buffers
         self._columns: dict[str, list[NDArray[Any]]] = {}
 
     def columns(self, column: RegionColumn) -> list[NDArray[Any]]:
         """Return the memory of the outputs of a column, for which one thread at a time may ask."""
         if column.name not in self._columns:
-            self._columns[column.name] = _lease_outputs(column, self.count, self._lease)
+            self._columns[column.name] = _lease_outputs(column, self.count, self._buffers)
         return self._columns[column.name]
 
 
@@ -214,9 +213,10 @@ class KeptArrays:
 
 
 class Regions:
-    """Arrays that others wrote: the regions of the blocks in all slots, which are windows, patches or sparse rows.
+    """A field of arrays that others wrote: the regions of the blocks in all slots.
 
-    `shape`: the number of slots, and of samples in each. `pack`: how sparse rows are packed.
+    Samples are windows, patches or sparse rows in them. `shape`: the number of slots, and of samples in each. `pack`:
+    how sparse rows are packed.
     """
 
     def __init__(self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | None = None) -> None:
@@ -226,8 +226,7 @@ class Regions:
         self._blocks: list[BlockRegions | None] = [None] * slots
         self._kept: dict[RegionReader, KeptArrays] = {}
         self._claims: dict[int, list[ChunkPlaces]] = {}  # of the incomplete blocks in slots
-        # where sparse rows are
-        self.rows = None if field.fixed else Chunks(name, field, arena, shape, pack)
+        self.rows = None if field.fixed else Chunks(name, field, arena, shape, pack)  # where sparse rows are
 
     @staticmethod
     def demand(readers: Sequence[RegionReader], block: int, rows: int, _decoder: ImageDecoder | None = None) -> Demand:
@@ -248,9 +247,9 @@ class Regions:
         )
 
     def open(self, slot: int, ref: BlockRef, reader: RegionReader, memory: Allocate | BatchRow) -> BlockArrays:
-        """Return what `RegionReader.write` decodes a block into; its first response makes it, with its constants.
+        """Return what `RegionReader.write` decodes a block into, which its first response makes, with its constants.
 
-        `memory`: allocates the regions, or the row of a batch that is the only one.
+        `memory`: allocates the regions, or is the row of a batch that is the only one.
         """
         with self._opening:
             block = self._blocks[slot]
@@ -301,13 +300,12 @@ class Regions:
         """Return the columns of a batch, and what must be copied to them: the samples at `slot_rows`."""
         if self.rows is not None:
             return self.rows.gather(slot_rows, plan, buffers)
-        lease, key = partial(buffers.lease, usual=LIVE_BATCHES), (seed, plan.epoch)
         slots, rows = np.divmod(slot_rows, self._block)
         used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
         column = blocks[0].reader.column
         filled = [block.batch for block in blocks if block.batch is not None and block.batch[0].count == len(slot_rows)]
-        outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(slot_rows), lease)
+        outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(slot_rows), buffers)
         missing, copies = np.ones(len(slot_rows), np.bool_), list[Copy | BoxCopy]()
         missing[[row for _, row in filled]] = False
         readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
@@ -316,7 +314,7 @@ class Regions:
             of_reader = np.flatnonzero(mine[number] & missing)
             local = (np.cumsum(mine) - 1)[number[of_reader]]
             chosen = [block for block in blocks if block.reader is reader]
-            region, at = _locate(chosen, local, rows[of_reader], key)
+            region, at = _locate(chosen, local, rows[of_reader], (seed, plan.epoch))
             copies += _copies(chosen, (region, at), (outs, of_reader), self._arena.bytes)
         return {output.name: out for output, out in zip(column.outputs, outs, strict=True)}, copies
 

@@ -4,6 +4,7 @@ Small rows are in slots (`Rows`), large ones and those of variable size in the c
 those of arrays in regions (`Regions` of `regions.py`). Row r of slot s is the *slot row* s * block + r. A residence
 
 - states what a pass needs for its field (`demand`),
+- `open`s what the responses for a block are decoded into; `Chunks` are told where they were decoded (`write`),
 - `drop`s the samples of a slot,
 - `gather`s the columns of a batch: it returns them, and what must be copied to them,
 - knows the bytes of samples of variable size (`variable_bytes`).

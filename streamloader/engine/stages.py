@@ -211,11 +211,11 @@ class Stages:
     def __init__(self, options: StageOptions, memory: Memory, executor: Executor, on_error: OnError) -> None:
         self._options, self._config, self._executor = options, options.config, executor
         self.transforms = options.transform is not None
-        self._blocks = memory.blocks
+        self._blocks = memory
         self._buffers = memory.buffers
         self._counters = memory.counters
         self._threads = executor.workers or memory.budget.cores
-        fields, decoders = memory.blocks.residences.values(), options.config.decoders
+        fields, decoders = memory.residences.values(), options.config.decoders
         self._gathered = [field for field in fields if field.name not in decoders]
         self._encoded = {field.name: field for field in fields if isinstance(field, Chunks) and field.name in decoders}
         self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
