@@ -6,13 +6,16 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,8 +35,9 @@ from worker_tasks import workers_of
 import streamloader as sl
 from streamloader.engine.arena import PAGE, RETURNED_BYTES, Arena
 from streamloader.engine.executor import LEAST_CORES, MOST_COPYING, SLOW_TRANSFORM, Executor, Job, choose_workers
-from streamloader.engine.messages import MOVED_BYTES, Callback
+from streamloader.engine.messages import MOVED_BYTES, Callback, receive
 from streamloader.errors import EngineError
+from streamloader.storage.process import in_thread
 
 BOTH = pytest.mark.parametrize("workers", [0, 1])
 
@@ -379,6 +383,29 @@ def test_executors_that_a_thread_calls_in_turn_get_their_own_memory(executors):
         executor.call(fill, array, 3)
         assert array.tolist() == [3] * 5
         array[:] = 0
+
+
+# ---- messages
+
+
+@given(st.one_of(st.integers(0, 40), st.integers(0, 1 << 20)))
+def test_a_message_of_any_size_is_received(size):
+    ours, theirs = Pipe()
+    sent = bytes(range(251)) * (size // 251) + bytes(size % 251)
+    with ours, theirs:
+        sender = in_thread(partial(theirs.send_bytes, sent))
+        assert receive(ours) == sent
+        sender.result(60)
+        theirs.close()
+        with pytest.raises(EOFError):
+            receive(ours)
+
+
+def test_a_message_above_2_gib_states_its_size_in_8_bytes():
+    ours, theirs = Pipe()
+    with ours, theirs:
+        os.write(theirs.fileno(), struct.pack("!iQ", -1, 3) + b"abc")
+        assert receive(ours) == b"abc"
 
 
 # ---- the number of workers

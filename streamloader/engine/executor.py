@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
-from streamloader.engine.messages import Callback, dump, dump_call, dump_shared, load, refer_to, share
+from streamloader.engine.messages import Callback, dump, dump_call, dump_shared, load, receive, refer_to, share
 from streamloader.engine.workers import Pool
 from streamloader.errors import EngineError
 from streamloader.storage.process import PerProcess, finalize, take
@@ -416,7 +416,7 @@ class _Channel:
     def _receive(self) -> None:
         refer_to(self._pool.arena, self._moved)
         try:
-            kind, *values = load(self.connection.recv_bytes())
+            kind, *values = load(receive(self.connection))
         except (EOFError, OSError):
             with self._lock:  # a thread may begin a job right now
                 self._lost, job, self._job = True, self._job, None

@@ -8,6 +8,7 @@ once, and a `Callback` as the number by which a function in a worker calls it in
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 import threading
@@ -31,6 +32,7 @@ from streamloader.storage.process import result_of
 
 ALLOCATE = -1  # the number of the last callback, which returns memory for a large array of a result
 MOVED_BYTES = 1 << 16  # of an array that is sent through the arena
+READ_BYTES = 1 << 17
 
 
 class Shared(NamedTuple):
@@ -222,6 +224,25 @@ def dump(value: Any, callbacks: Sequence[Callback] = ()) -> tuple[bytes, list[Sh
     pickler.dispatch_table = _REDUCERS | {Shared: share, Callback: call}
     pickler.dump(value)
     return out.getvalue(), shared, called
+
+
+def receive(connection: Connection) -> bytes:
+    """Return the next message, after which the other end sends no other one without an answer.
+
+    By one read if it is small, where `Connection.recv_bytes` reads its size first. Raises `EOFError`.
+    """
+    data = os.read(connection.fileno(), READ_BYTES)
+    size, begin = int.from_bytes(data[:4], "big", signed=True), 4
+    if size < 0:  # the format of `Connection` for more than 2 GiB
+        size, begin = int.from_bytes(data[4:12], "big"), 12
+    parts, left = [data[begin:]], size + begin - len(data)
+    while left:
+        data = os.read(connection.fileno(), min(left, READ_BYTES))
+        if not data:
+            raise EOFError
+        parts.append(data)
+        left -= len(data)
+    return b"".join(parts)
 
 
 def dump_error(error: BaseException) -> bytes:

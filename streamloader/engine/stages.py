@@ -198,7 +198,7 @@ class StageOptions(NamedTuple):
 # Batches in the making beside the usual ones, for workers that would wait for the slowest part of the one before.
 MORE_BATCHES = 2
 # With workers, the bytes of a batch that a thread copies at least.
-PART_BYTES = 4 * MIB
+PART_BYTES = 8 * MIB
 # Images that a thread decodes at least, one after another.
 PART_IMAGES = 16
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
