@@ -87,10 +87,10 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         tickets = np.array(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=9)), np.int64)
         rows = np.array([data.draw(st.integers(0, BLOCK - 1)) for _ in tickets], np.int64)
         out = np.empty((len(tickets), 2), np.int64)
-        places = arena.locate(tickets, rows)
-        np.take(stored.values, places, axis=0, out=out)
+        slot_rows = arena.locate(tickets, rows)
+        np.take(stored.values, slot_rows, axis=0, out=out)
         assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
-        assert [bytes(item) for item in chunks.items(places)] == [
+        assert [bytes(item) for item in chunks.items(slot_rows)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
         ]
     arena.clear(arena.budget)
@@ -118,12 +118,12 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
 def test_items_that_a_batch_holds_outlive_their_slot():
     arena, rows, chunks = memory_of(1)
     fill(arena, rows, chunks, 0)
-    places = arena.locate(np.zeros(1, np.int64), np.array([3]))
-    held, holds = chunks.items(places), chunks.hold(places)
+    slot_rows = arena.locate(np.zeros(1, np.int64), np.array([3]))
+    items, leases = chunks.items(slot_rows), chunks.leases(slot_rows)
     arena.release(0)
     fill(arena, rows, chunks, 1)
-    assert bytes(held[0]) == b"3"
-    del holds
+    assert bytes(items[0]) == b"3"
+    del leases
 
 
 def leased(buffers: Buffers, value: int) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Chunks:
         """Free the memory of the chunks of a slot; rows that a batch holds stay valid."""
         self._leases[slot] = []
 
-    def hold(self, slot_rows: Ints) -> list[list[memoryview]]:
+    def leases(self, slot_rows: Ints) -> list[list[memoryview]]:
         """Return what keeps the bytes of rows valid after their slots are released."""
         return [self._leases[slot] for slot in np.unique(slot_rows // self.block).tolist()]
 

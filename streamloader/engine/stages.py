@@ -55,7 +55,7 @@ class Batch:
     `copied` is set before, once its blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
     `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
-    `held`: what keeps the encoded images valid until they are decoded.
+    `leases`: what keeps the encoded images valid until they are decoded.
     """
 
     plan: BatchPlan
@@ -63,7 +63,7 @@ class Batch:
     singles: Sequence[dict[str, Any]] | None = None
     error: StreamloaderError | None = None
     places: int = 1
-    held: list[Any] = field(default_factory=list)
+    leases: list[Any] = field(default_factory=list)
     copied: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
     _dropped: bool = False
@@ -72,7 +72,7 @@ class Batch:
         """Finish the batch with its first error; other jobs of it may still be running."""
         first = ", ".join(map(str, self.plan.samples[:3].tolist()))
         self.error = self.error or wrapped(error, f"making the batch of samples {first}, ...")
-        self.held = []
+        self.leases = []
         if self._dropped:
             self.error = None
         self.copied.set()
@@ -326,7 +326,7 @@ class Stages:
             shape = decoder.shape(chunks.items(slot_rows[:1])[0], int(plan.samples[0]))
             out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
         batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
-        batch.held += chunks.hold(slot_rows)
+        batch.leases += chunks.leases(slot_rows)
         columns, key = (chunks.table[slot_rows], plan.samples, plan.positions), (self._options.seed, plan.epoch)
         images = Images(self._decoders[name], self._executor.arena.bytes, *columns, key, out, crops)
         masks = decoder.options.masks
@@ -353,7 +353,7 @@ class Stages:
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
-        batch.held = []
+        batch.leases = []
         for name, crop_and_size in crops.items():
             options, crop = self._config.decoders[name].options, crop_and_size[:, :5].copy()
             if options.boxes is not None:
