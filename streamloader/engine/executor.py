@@ -224,22 +224,26 @@ class Executor:
         another worker, since its worker was killed. Raises `EngineError` if workers are killed again and again.
         """
         if self._calls is None:
-            refer_to(self.arena)
-            return function(*args)
+            return self._here(function, *args)
         return _begin(self._calls, function, args, on_repeat)()  # type: ignore[no-any-return]
+
+    def _here(self, function: Callable[..., Result], *args: Any) -> Result:
+        refer_to(self.arena)
+        return function(*args)
 
     def map(self, function: Callable[..., Result], arguments: Iterable[Sequence[Any]], ahead: int) -> Iterator[Result]:
         """Yield `function(*args)` for each of the arguments, in order. Workers compute up to `ahead` of them at once.
 
-        Arguments are taken from the iterable when their call begins.
+        The first one is computed here, since workers may still be starting. Arguments are taken from the iterable when
+        their call begins, and are not shared values.
         """
         begun: deque[Callable[[], Any]] = deque()
-        for args in arguments:
-            if self._calls is None:
-                yield self.call(function, *args)
-                continue
-            begun.append(_begin(self._calls, function, args))
-            if len(begun) >= ahead:
+        for number, args in enumerate(arguments):
+            if self._calls is None or not number:
+                begun.append(partial(self._here, function, *args))
+            else:
+                begun.append(_begin(self._calls, function, args))
+            if self._calls is None or len(begun) >= ahead:
                 yield begun.popleft()()
         while begun:
             yield begun.popleft()()
