@@ -32,7 +32,6 @@ from streamloader.engine.memory import READY_BATCHES, Budget, Demand, allot, all
 from streamloader.engine.pace import FIRST, Hedging, Pace
 from streamloader.engine.residence import Rows
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
-from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
@@ -73,7 +72,8 @@ class Engine:
         self._names = datasets[0].names
         # Threads hold the options of their stages, which must not keep the owner of the transform alive.
         self._config = replace(config, transform=None)
-        self._transform = None if config.transform is None else HeldTransform(config.transform)
+        # A value of its own, since a transform may be a method of the object that owns the dataset.
+        self._transform = None if config.transform is None else partial(config.transform)
         self._resident: dict[str, Rows] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
@@ -397,8 +397,8 @@ class Assembler:
         self._waiting: deque[BlockRef] = deque()  # blocks of the planned batches, to be admitted
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
-        self._places = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
-        self._taken = 0  # places of the last batch returned; asking for the next one frees them
+        self._permits = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
+        self._taken = 0  # permits of the last batch returned; asking for the next one releases them
         self._closed = False
         self._ended = threading.Event()
 
@@ -416,7 +416,7 @@ class Assembler:
             with self.counters.timed("gather_seconds"):
                 self._release_copied()
                 self._look_ahead()
-            if not self._planned or not self._acquire_place():
+            if not self._planned or not self._acquire_permit():
                 return
             plan = self._planned.popleft()
             self._planned_ends -= plan is None
@@ -429,7 +429,7 @@ class Assembler:
                     return
 
     def _assemble(self, plan: BatchPlan) -> Iterator[Batch]:
-        """Yield the batch of a plan; if it fails, those of its steps up to the one that fails. One has a place."""
+        """Yield the batch of a plan; if it fails, those of its steps up to the one that fails. One has a permit."""
         failed_ticket, error = self._load(plan)
         batch = Batch(plan)
         if error is None and self._make(batch):
@@ -444,9 +444,9 @@ class Assembler:
             yield batch
             return
         batch.drop()
-        self._places.release(batch.places)
+        self._permits.release(batch.permits)
         for step in plan.steps():
-            if not self._acquire_place():
+            if not self._acquire_permit():
                 return
             batch = Batch(step)
             if error is not None and step.tickets.max() >= failed_ticket:
@@ -479,7 +479,7 @@ class Assembler:
             return True
         try:
             if self._budget.exact:
-                self._take_places(batch)
+                self._take_permits(batch)
             with self.counters.timed("gather_seconds"):
                 self.stages.start(batch)
         except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
@@ -494,7 +494,7 @@ class Assembler:
         """
         self.check_open()
         if self._taken:
-            self._places.release(self._taken)
+            self._permits.release(self._taken)
             self._taken = 0
         batch = take(self._ready)
         self.check_open()
@@ -503,7 +503,7 @@ class Assembler:
                 raise batch
             finally:
                 del batch  # see `Pipeline._finish`
-        self._taken = batch.places if batch else 1
+        self._taken = batch.permits if batch else 1
         return batch
 
     def check_open(self) -> None:
@@ -521,7 +521,7 @@ class Assembler:
         """Let the threads end."""
         self._closed, self.endless = True, False
         self.plans.close()
-        self._places.release()
+        self._permits.release()
         self._fetcher.close()
         self.stages.close()
         with suppress(queue.Empty):
@@ -596,8 +596,8 @@ class Assembler:
             self._admit()
         return 0, None
 
-    def _take_places(self, batch: Batch) -> None:
-        """Wait until the batch fits: one that is much larger than the mean takes several places.
+    def _take_permits(self, batch: Batch) -> None:
+        """Wait until the batch fits: one that is much larger than the mean takes several permits.
 
         Raises `MemoryBudgetError` if it never fits, and `DecodeError`.
         """
@@ -608,8 +608,8 @@ class Assembler:
             blocks = self._fetcher.leave(self._budget.unplanned(batches) + scratch)
         self._budget.check(blocks, batches, scratch)
         self._last_bytes = size
-        while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_place():
-            batch.places += 1
+        while batch.permits < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_permit():
+            batch.permits += 1
 
     def _release(self, plan: BatchPlan) -> None:
         """Release the blocks that no later plan needs."""
@@ -620,10 +620,10 @@ class Assembler:
             self._blocks.release(ticket)
         self._admit()
 
-    def _acquire_place(self) -> bool:
+    def _acquire_permit(self) -> bool:
         """Wait until fewer than `READY_BATCHES` exist, including the consumer's; return whether this is still open."""
         begin = time.perf_counter()
-        self._places.acquire()
+        self._permits.acquire()
         self.counters.add(full_seconds=time.perf_counter() - begin)
         return not self._closed
 

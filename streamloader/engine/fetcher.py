@@ -1,9 +1,9 @@
 """Loads blocks from the store into their slots (ranged read, verify, decode) by jobs of the executor.
 
 A block is divided into *pieces*, the runs of its fields. Each piece is one request, and requests run concurrently. A
-piece holds one of the places that `Pace` allows until it is in its slot. If its request is late, a second one is sent
-under the same place. The first response is decoded and the other is dropped on arrival: a blocking read cannot be
-cancelled, so it keeps its thread until then. There are never more bodies in memory than threads.
+piece is in flight, which `Pace` limits, until it is in its slot. If its request is late, a second one is sent. The
+first response is decoded and the other is dropped on arrival: a blocking read cannot be cancelled, so it keeps its
+thread until then. There are never more bodies in memory than threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.ledger import Ledger
 from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
-from streamloader.engine.residence import Chunks, Rows, place_items
+from streamloader.engine.residence import Chunks, Rows, locate_items
 from streamloader.errors import (
     CorruptError,
     EngineError,
@@ -172,11 +172,11 @@ class Fetcher:
         self._blocks: dict[int, LoadingBlock] = {}
         self._pieces: set[Piece] = set()
         self._changed = threading.Condition()  # with a lock that its owner may take again
-        # wait for a place: those of earlier blocks first, since later ones may wait for memory that these free
+        # not in flight yet: those of earlier blocks first, since later ones may wait for memory that these free
         self._pending: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = count()
-        self._hedges: deque[Callable[[], object]] = deque()  # have a place, wait for a thread
-        self._places = self._busy = self._writers = 0  # places taken, busy threads, pieces being decoded
+        self._hedges: deque[Callable[[], object]] = deque()  # of pieces in flight, wait for a thread
+        self._in_flight = self._busy = self._writers = 0  # pieces, threads, pieces being decoded
         self._awaited = -1  # the ticket that the consumer waits for
         self._checked_at = 0.0
         self._failure: StreamloaderError | None = None
@@ -310,13 +310,13 @@ class Fetcher:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Submit jobs while places and threads are free. Requires the lock."""
+        """Submit jobs while fewer are in flight than allowed, and threads are free. Requires the lock."""
         while self._busy < self._budget.threads and not self._closed.is_set():
             if self._hedges:
                 job = self._hedges.popleft()
-            elif self._pending and self._places < self.pace.limit:
+            elif self._pending and self._in_flight < self.pace.limit:
                 job = heappop(self._pending)[2]
-                self._places += 1
+                self._in_flight += 1
             else:
                 return
             self._busy += 1
@@ -343,7 +343,7 @@ class Fetcher:
             problem = wrapped(error, f"reading the chunk table of field {name!r}")
         with self._changed:
             self._busy -= 1
-            self._places -= 1
+            self._in_flight -= 1
             if problem is None:
                 self._add_pieces(block, name, runs)
             else:
@@ -534,7 +534,7 @@ class Fetcher:
             return PassEnded() if piece.finished or self._closed.is_set() else None
 
         with self._changed:
-            self._places -= 1  # a later piece that waits here must not delay the request of an earlier one
+            self._in_flight -= 1  # a later piece that waits here must not delay the request of an earlier one
             granted = self.ledger.reserve(size, piece.block.ref.ticket, ended)
             granted.add_done_callback(partial(self._reserved, attempt, size))
             self.ledger.grant()
@@ -542,7 +542,7 @@ class Fetcher:
         return granted
 
     def _reserved(self, attempt: Attempt, size: int, granted: Future[memoryview]) -> None:
-        self._places += 1
+        self._in_flight += 1
         if granted.exception() is None:
             attempt.memory.append(granted.result())
             attempt.unpacked += size
@@ -584,7 +584,7 @@ class Fetcher:
                 if loaded or not piece.requests:
                     piece.finished = True
                     self._pieces.remove(piece)
-                    self._places -= 1
+                    self._in_flight -= 1
                     self._end_piece(piece.block, None if loaded else piece.error)
                     piece.error = None  # its traceback may hold the piece
             self._dispatch()
@@ -607,15 +607,15 @@ class Fetcher:
         self._dispatch()
 
 
-Source = tuple[Any, Store]  # a `FieldReader` or a `RegionReader`, and its store
+FieldSource = tuple[Any, Store]  # a `FieldReader` or a `RegionReader`, and its store
 
 
-def open_reader(source: Source) -> None:
+def open_reader(source: FieldSource) -> None:
     """Import what reading needs, and open the client."""
     source[1].reader()
 
 
-def fetch_body(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) -> tuple[int, float]:
+def fetch_body(source: FieldSource, run: Any, on_repeat: Callable[[], None], target: Any) -> tuple[int, float]:
     """Read the bytes of a run by one request into a target, memory or a function `allocate(size)`.
 
     Return their number, -1 if the object is missing, and the seconds.
@@ -625,7 +625,7 @@ def fetch_body(source: Source, run: Any, on_repeat: Callable[[], None], target: 
     return -1 if body is None else body.nbytes, time.perf_counter() - begin
 
 
-def _read(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) -> memoryview | None:
+def _read(source: FieldSource, run: Any, on_repeat: Callable[[], None], target: Any) -> memoryview | None:
     field, store = source
     store.retries.reached = True  # the manifest was read from this store, maybe in another process
     reader = replace(store.reader(), on_repeat=on_repeat)
@@ -647,7 +647,7 @@ def _read(source: Source, run: Any, on_repeat: Callable[[], None], target: Any) 
 
 
 def decode(
-    source: Source, run: Any, body: memoryview | None, target: Any, allocate: Allocate
+    source: FieldSource, run: Any, body: memoryview | None, target: Any, allocate: Allocate
 ) -> tuple[int, int, float]:
     """Decode a body into what its block opened; return the missing chunks, the decoded bytes, and the processor time.
 
@@ -659,7 +659,7 @@ def decode(
 
 
 def fetch_items(
-    source: Source, work: tuple[Run, int, int], on_repeat: Callable[[], None], target: Any, allocate: Allocate
+    source: FieldSource, work: tuple[Run, int, int], on_repeat: Callable[[], None], target: Any, allocate: Allocate
 ) -> tuple[tuple[int, float], list[int], tuple[int, NDArray[np.int64]], float]:
     """Read the bytes of a run as `fetch_body`, and decode them into memory from `allocate`.
 
@@ -686,7 +686,7 @@ def fetch_items(
     table = np.zeros((stop - start, 2), np.int64)
     used, rows = set(), []
     for row, items in field.decode(run, body, None, start, keep) or ():
-        place_items(all_bytes(), table, row, items)
+        locate_items(all_bytes(), table, row, items)
         rows += [max(row, 0), min(row + len(items), len(table))]
         at = address(items.buffer)
         used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}

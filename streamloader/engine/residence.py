@@ -116,7 +116,7 @@ class Chunks:
 
     def put(self, slot: int, row: int, items: Items) -> None:
         """Put items of the arena into a slot, from `row` on."""
-        place_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
+        locate_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
         self._leases[slot].append(items.buffer)
 
     def drop(self, slot: int) -> None:
@@ -200,7 +200,7 @@ def _image_bytes(decoder: ImageDecoder, encoded: float) -> float:
     return float(prod(decoder.options.size) * decoder.options.channels * itemsize)
 
 
-def place_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
+def locate_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
     """Write where items begin in `memory`, and their sizes, to a table, from `row` on, which may be negative.
 
     Items outside of the table are ignored.

@@ -25,7 +25,6 @@ from streamloader.engine.memory import LIVE_BATCHES
 from streamloader.engine.messages import Callback
 from streamloader.engine.residence import Chunks, PackedSteps, Rows
 from streamloader.engine.transform import (
-    HeldTransform,
     Ragged,
     RngKey,
     Sample,
@@ -54,7 +53,7 @@ class Batch:
 
     `copied` is set before, once its blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
-    `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
+    `permits`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     `leases`: what keeps the encoded images valid until they are decoded.
     """
 
@@ -62,7 +61,7 @@ class Batch:
     columns: dict[str, Any] = field(default_factory=dict)
     singles: Sequence[dict[str, Any]] | None = None
     error: StreamloaderError | None = None
-    places: int = 1
+    permits: int = 1
     leases: list[Any] = field(default_factory=list)
     copied: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
@@ -186,7 +185,7 @@ class StageOptions(NamedTuple):
     names: tuple[str, ...]
     resident: Mapping[str, Rows]
     batched: bool
-    transform: weakref.ref[HeldTransform] | None
+    transform: weakref.ref[Transform] | None
     seed: int
 
     @property
@@ -224,7 +223,7 @@ class Stages:
         self._decoders = {name: executor.share(decoder) for name, decoder in options.config.decoders.items()}
         self._shared_transform: Transform | None = None
         if options.transform is not None:
-            transform = self._held_transform()
+            transform = self._transform_of_owner()
             if executor.workers:
                 self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
         alone = self._shared_transform is None
@@ -382,8 +381,8 @@ class Stages:
     ) -> None:
         """Begin to transform a part of a batch, and set an item of a list to its samples and their memory.
 
-        Those of workers are a `Part`, whose large values are in rows of the columns `memory`. The seconds include those
-        in which a transform waits for others of its worker.
+        Those of workers are a `TransformedPart`, whose large values are in rows of the columns `memory`. The seconds
+        include those in which a transform waits for others of its worker.
         """
         columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
         plan = batch.plan.part(part.start, part.stop, 0)
@@ -419,17 +418,17 @@ class Stages:
     def _apply(self, columns: Mapping[str, Any], labels: tuple[list[RngKey], list[int]]) -> list[Sample]:
         generator = "" if self._config.tensors is None else self._config.tensors.generator
         own = rows_of(columns, len(labels[1]))
-        return apply(self._held_transform(), own, *labels, generator)
+        return apply(self._transform_of_owner(), own, *labels, generator)
 
     def _end_transform(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         finish = Job(self._collate, (batch, parts, memory), _Countdown(batch, 1, batch.finished.set))
         self._here.submit(finish)
 
-    def _held_transform(self) -> Transform:
+    def _transform_of_owner(self) -> Transform:
         held = None if self._options.transform is None else self._options.transform()
         if held is None:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
-        return held.call
+        return held
 
     def _collate(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""

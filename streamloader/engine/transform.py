@@ -10,7 +10,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -56,16 +55,6 @@ class Tensors(NamedTuple):
     stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
     reducer: str
     generator: str
-
-
-@dataclass(frozen=True, eq=False)
-class HeldTransform:
-    """Holds a transform for its owner.
-
-    Threads have a weak reference to this: the transform may be a method of the object that owns the dataset.
-    """
-
-    call: Transform
 
 
 class RngKey(NamedTuple):
@@ -282,7 +271,7 @@ class Raw(NamedTuple):
         return self.array.shape[1:], self.array.dtype, self.build, self.args
 
 
-class Part(NamedTuple):
+class TransformedPart(NamedTuple):
     """The transformed samples of a part of a batch, pickled.
 
     They have None for the fields of `builds`, whose values are in memory of the parent: the `build` and `args` of each.
@@ -301,7 +290,7 @@ def transform_samples(
     labels: tuple[Sequence[RngKey], Sequence[int]],
     tensors: Tensors | None,
     allocate: Allocate,
-) -> Part:
+) -> TransformedPart:
     """Return the transformed samples of columns: the function of a worker.
 
     `labels`: `keys` and `numbers` of `apply`. `allocate` returns memory for the values of fields, each given with its
@@ -328,7 +317,7 @@ def transform_samples(
     memory = allocate(wanted) if wanted else ()
     for values, rows in zip(large.values(), memory, strict=True):
         np.stack([value.array for value in values], out=rows)
-    return Part(samples, {name: values[0][1:] for name, values in large.items()})
+    return TransformedPart(samples, {name: values[0][1:] for name, values in large.items()})
 
 
 def _large_values(samples: Sequence[Sample], reduce: Callable[[Any], Any] | None) -> dict[str, list[Raw]]:
@@ -357,7 +346,7 @@ def _raw(value: Any, reduce: Callable[[Any], Any] | None) -> Raw | None:
 
 
 def load_parts(
-    parts: Sequence[tuple[Part, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
+    parts: Sequence[tuple[TransformedPart, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return the samples of the parts of a batch, and the columns that are complete, for which the samples have None.
 
