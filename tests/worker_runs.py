@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import worker_tasks
+from conversions import wait_for
 from folder_server import folder_server
 from worker_tasks import servers_of, workers_of
 
@@ -63,6 +64,7 @@ def killed(moment: str, url: str, folder: str) -> None:
             if moment == "decoding" and number in (0, 9):
                 kill(number > 0)
                 count = 1 + (number > 0)
+        wait_for(lambda: ds.stats().workers_replaced >= count)  # another worker may have done the work
     stats = ds.stats()
     shown = [str(warning.message).rpartition(";")[0] for warning in caught if "worker" in str(warning.message)]
     say({"same": found == threads, "replaced": stats.workers_replaced, "killed": count, "warnings": shown})

@@ -328,22 +328,25 @@ class Calls:
             channel.close()
 
     def lost(self, channel: _Channel, job: Job | None) -> None:
-        """Replace the worker of a channel, and run its job again."""
+        """Replace the worker of a channel that has ended, and run its job again, if it had one."""
         with self._changed:
             self._busy.discard(channel)
             self._changed.notify_all()
             with suppress(ValueError):
                 self._idle.remove(channel)
-        if job is None:
+        if job is None and self._closed:
             return
         try:
             if self._pool.replace(channel.worker):
                 self._on_death()
-            job.repeats()
+            if job is not None:
+                job.repeats()
+                self.submit(job)
         except EngineError as error:
-            job.done(None, error)
-        else:
-            self.submit(job)
+            if job is None:
+                self.on_error(error)
+            else:
+                job.done(None, error)
 
     def close(self, *, wait: bool = True) -> None:
         """Drop the jobs that have not begun. Those that may write to the arena end: with `wait`, all that run.
