@@ -234,12 +234,12 @@ class Executor:
     def map(self, function: Callable[..., Result], arguments: Iterable[Sequence[Any]], ahead: int) -> Iterator[Result]:
         """Yield `function(*args)` for each of the arguments, in order. Workers compute up to `ahead` of them at once.
 
-        The first one is computed here, since workers may still be starting. Arguments are taken from the iterable when
-        their call begins, and are not shared values.
+        The first one is computed here while workers start. Arguments are taken from the iterable when their call
+        begins, and are not shared values.
         """
         begun: deque[Callable[[], Any]] = deque()
         for number, args in enumerate(arguments):
-            if self._calls is None or not number:
+            if self._calls is None or (not number and not self._calls.opened):
                 begun.append(partial(self._here, function, *args))
             else:
                 begun.append(_begin(self._calls, function, args))
@@ -293,7 +293,7 @@ class Calls:
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
         self._busy: set[_Channel] = set()
-        self._opened = 0
+        self.opened = 0  # channels
         self._closed = False
         self._changed = threading.Condition()  # reentrant: a finalizer may close in a thread that has it
 
@@ -305,8 +305,8 @@ class Calls:
             if self._idle:
                 channel = self._idle.popleft()
             elif len(self._busy) < self.count:
-                channel = _Channel(self, self._pool, self._opened % self._workers)
-                self._opened += 1
+                channel = _Channel(self, self._pool, self.opened % self._workers)
+                self.opened += 1
             else:
                 self._jobs.append(job)
                 return
