@@ -38,7 +38,7 @@ LEAST_CORES = 4
 # More workers only read and copy faster than the parent plans: on 16 cores 8 of them are faster than 15.
 MOST_COPYING = 8
 # Seconds of a transform of one sample that pay for sending it to another process and back.
-SLOW_TRANSFORM = 1e-3
+SLOW_TRANSFORM = 3e-4
 
 
 def choose_workers(
