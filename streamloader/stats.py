@@ -24,7 +24,9 @@ MANY_CORES = 4
 # Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
 # Fields that hold the value at the time of the snapshot; all others are sums.
-_CURRENT = frozenset(["in_flight", "cores", "transformers", "workers", "workers_reason", "client", "waiting_for"])
+_CURRENT = frozenset(
+    ["in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for"]
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Stats:
     whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
     `requests` counts these, retries, and what a client sends again because the response begins late.
 
-    `missing_chunks`: chunks of arrays that do not exist, whose elements have the fill value.
+    Of arrays: `chunks` is the number of chunks that the samples of an epoch are in, at all ranks, and `chunks_read` how
+    many were read, those that several blocks need for each of them unless they are kept in memory. `missing_chunks` of
+    them do not exist, and their elements have the fill value.
 
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
     and `transformers` the number of threads or processes that run the transform. `workers` is the number of worker
@@ -97,6 +101,8 @@ class Stats:
     workers_replaced: int = 0
     bytes_fetched: int = 0
     bytes_decoded: int = 0
+    chunks: int = 0
+    chunks_read: int = 0
     missing_chunks: int = 0
     buffers_allocated: int = 0
     request_seconds: float = 0.0

@@ -96,7 +96,9 @@ def test_chunks_that_are_kept_are_read_once_in_all_epochs_as_planned(store, samp
                 check(batch, values, offsets)
             read += chunks()
             assert set(read.values()) == {1}
-            assert dataset.stats().requests == sum(read.values()) == planned.requests
+            stats = dataset.stats()
+            assert stats.requests == sum(read.values()) == planned.requests
+            assert stats.chunks_read == stats.chunks == len(read), "each chunk was read once in all epochs"
         dataset.close()
     assert planned.kept
 
@@ -247,6 +249,7 @@ def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(st
         dataset.close()
     assert not planned.kept
     assert stats.requests == planned.requests + stats.hedges
+    assert (stats.chunks_read, stats.chunks) == (planned.requests, len(values["a"]))
     assert planned.requests <= read[0] <= stats.requests  # later passes load some of the next one
     assert len(values["a"]) < planned.requests <= 1.15 * len(values["a"])
     assert sum(read[1:]) <= 1.15 * 2 * len(values["a"]) + 8 * 35

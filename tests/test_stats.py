@@ -21,7 +21,7 @@ from streamloader.errors import UsageError
 from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
-NO_SUMS = ("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "waiting_for")
+NO_SUMS = ("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for")
 SUMS = [item.name for item in dataclasses.fields(Stats) if item.name not in NO_SUMS]
 
 seconds = st.just(0.0) | st.floats(1e-9, 1e6)  # clocks count nanoseconds

@@ -95,6 +95,8 @@ class Engine:
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
         self.counters.client = f"{reader.kind}: {reader.reason}"
+        arrays = [of_field for dataset in self.datasets for of_field in dataset.region_readers.values()]
+        self.counters.note(chunks=sum(of_field.num_chunks for of_field in arrays))
         streamed = tuple(name for name in self._names if name not in resident)
         memory = self._memory(streamed, budget, plan.share.block)
         options = StageOptions(

@@ -48,7 +48,7 @@ from streamloader.storage.buffers import Allocate
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import RegionReader
-from streamloader.zarr.reader import ABSENT
+from streamloader.zarr.reader import ABSENT, ArrayRun
 
 NEVER = float("inf")
 
@@ -513,7 +513,9 @@ class Fetcher:
         def end(result: Any, error: BaseException | None) -> None:
             if error is None:
                 missing, decoded, seconds = result
-                self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
+                chunks = len(piece.run.chunks) if isinstance(piece.run, ArrayRun) else 0
+                self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
+                self._counters.add(chunks_read=chunks, missing_chunks=missing)
             self._end(attempt, error)
 
         self._requests.submit(Job(decode, (source, piece.run, body, target, Callback(self._bodies.allocate)), end))

@@ -373,6 +373,11 @@ class RegionReader:
         found = ((self.arrays[member], boxes) for _, member, boxes in self.boxes(start, stop))
         return sum(len(array.places(boxes)) * array.array.chunk_bytes for array, boxes in found)
 
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks that samples read."""
+        return sum(self.count_chunks(member, array) for member, array in self.members())
+
     def count_chunks(self, member: Member, array: ArrayReader) -> int:
         """Return the number of chunks of a member that samples read."""
         first = self.extent[0][self.first_axis]
