@@ -36,7 +36,7 @@ def column(spec: str, items: list[bytes], buffers: Buffers, pack: Pack | None = 
     memory[:] = np.frombuffer(buffer, np.uint8)
     stops = starts + [len(item) for item in items]
     chunks = Chunks("f", Field.parse(spec), ARENA, (1, len(items)), pack)
-    chunks.place(0, 0, Items(memory.data, starts.astype(np.int64), stops.astype(np.int64)))
+    chunks.put(0, 0, Items(memory.data, starts.astype(np.int64), stops.astype(np.int64)))
     samples = np.arange(len(items)) + 100
     plan = BatchPlan(0, 0, len(items), *(samples,) * 5, (), ())
     found, copies = chunks.gather(np.arange(len(items)), plan, buffers)
