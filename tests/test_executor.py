@@ -446,6 +446,7 @@ def test_the_number_of_workers_follows_from_the_choice_the_cores_and_the_work(
 def test_a_slow_transform_gets_workers_from_the_second_pass_on(transform, found, data, monkeypatch):
     monkeypatch.setattr("streamloader.loader.base.cpu_count", lambda: 2)
     monkeypatch.setattr("streamloader.engine.executor.SLOW_TRANSFORM", 5e-3)  # this process may stand still
+    monkeypatch.setattr("streamloader.loader.base.LEAST_SECONDS", 0.1)
     url = data(60, "label")
     ds = sl.NumpyDataset(url, transform=transform, batch_size=10, num_workers="auto")
     workers, passes = [], []
@@ -455,6 +456,10 @@ def test_a_slow_transform_gets_workers_from_the_second_pass_on(transform, found,
     assert workers == found
     assert ds.stats().samples == 4 * 60, "the counters go on"
     assert ("transform takes 1" in ds.stats().workers_reason) == (transform is slow)
+    monkeypatch.setattr("streamloader.loader.base.LEAST_SECONDS", 60.0)
+    ds = sl.NumpyDataset(url, transform=transform, batch_size=10, num_workers="auto")
+    assert [len(list(ds)) for _ in range(2)] == [6, 6]
+    assert ds.stats().workers == 0, "what a transform takes in all must be worth the start of workers"
     plain = sl.NumpyDataset(url, batch_size=10, num_workers=0)
     assert passes == [[batch["label"].tolist() for batch in plain] for _ in range(4)]
 

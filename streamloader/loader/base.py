@@ -52,6 +52,8 @@ REPEATED_EPOCH = (
 
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
+# Seconds that a transform has taken in all before it may get workers, whose start takes about one.
+LEAST_SECONDS = 5.0
 
 
 def describe_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
@@ -504,13 +506,14 @@ class Loader:
         ranks_here = ranks_on_this_machine() * self._worker[1]
         cores, config = max(1, cpu_count() // ranks_here), self._config
         layouts = [layout for dataset in self._datasets for layout in dataset.layouts.values()]
+        slow = stats.transform_seconds >= LEAST_SECONDS
         workers, reason = choose_workers(
             config.workers,
             cores,
             [dataset.store.url for dataset in self._datasets],
             in_worker=self._in_worker,
             computes=bool(config.decoders) or config.transform is not None or any(of.codec != "none" for of in layouts),
-            transform_seconds=quotient(stats.transform_seconds, stats.samples),
+            transform_seconds=quotient(stats.transform_seconds, stats.samples) if slow else 0.0,
         )
         if engine is not None and engine.counters is counters and workers <= engine.executor.workers:
             return engine
