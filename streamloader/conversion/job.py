@@ -599,6 +599,7 @@ class JobRun:
         stores = {plan.name: store.child(plan.name) if plan.name else store for plan in job.splits}
         self._manifests = {name: open_root(split).manifest for name, split in stores.items() if split.head(ROOT)}
         unpublished = [plan for plan in job.splits if plan.name not in self._manifests]
+        self._published = [stores[name] for name in self._manifests]
         self._splits = [SplitRun(plan, stores[plan.name], options.keep_bad, job.id) for plan in unpublished]
         kept = [receipt.num_samples for split in self._splits for receipt in split.receipts.values()]
         self._kept_shards = len(kept) + sum(plan.num_shards for plan in job.splits if plan.name in self._manifests)
@@ -633,10 +634,10 @@ class JobRun:
             manifest = publish.finish(split.store, plan.geometry, split.receipts, plan.provenance, self._claim)
             manifests[plan.name] = manifest
         manifests = {plan.name: manifests[plan.name] for plan in job.splits}
+        for published in self._published:  # by an earlier run, which may have been killed before its last step
+            publish.clean(published, self._claim)
         if "" not in manifests:
             publish.write_split_root(store, manifests, self._claim)
-        elif not splits:  # an earlier run was killed after publishing the dataset, before its last step
-            publish.clean(store, self._claim)
         bad = sum(int(manifest.provenance.get("left_out", 0)) for manifest in manifests.values())
         shards = job.preview.shards
         return Report(store.url, job.preview.format, job.preview, manifests, shards, self._kept_shards, left_out, bad)
