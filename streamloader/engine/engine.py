@@ -95,8 +95,8 @@ class Engine:
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
         self.counters.client = f"{reader.kind}: {reader.reason}"
-        arrays = [of_field for dataset in self.datasets for of_field in dataset.region_readers.values()]
-        self.counters.note(chunks=sum(of_field.num_chunks for of_field in arrays))
+        arrays = [each for dataset in self.datasets for each in dataset.region_readers.values()]
+        self.counters.note(chunks=sum(each.num_chunks for each in arrays))
         streamed = tuple(name for name in self._names if name not in resident)
         memory = self._memory(streamed, budget, plan.share.block)
         options = StageOptions(
@@ -376,9 +376,7 @@ class Pipeline:
 class Assembler:
     """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
 
-    def __init__(
-        self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool = False
-    ) -> None:
+    def __init__(self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool) -> None:
         self.plans = plans
         self.endless = endless  # one pass after the other, until this is closed
         self.stages = stages
@@ -386,7 +384,6 @@ class Assembler:
         self.passes = 0  # that their consumers completed
         self.counters = memory.counters
         self._fetcher = fetcher
-        self._blocks = memory
         # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
         self._budget = memory.budget
         # With `memory=`, the headers of images give their size.
@@ -550,7 +547,7 @@ class Assembler:
             if plan is None:
                 self._planned_ends += 1
             else:
-                self._blocks.expect(plan)
+                self.memory.expect(plan)
                 self._waiting.extend(plan.needs)
                 self._planned_rows += len(plan.rows)
         self._admit()
@@ -561,7 +558,7 @@ class Assembler:
         The last limit leaves slots unused, which cost nothing until their first use.
         """
         most_ahead = AHEAD * self._fetcher.pace.limit
-        while self._waiting and self._blocks.free and self._ahead < most_ahead:
+        while self._waiting and self.memory.free and self._ahead < most_ahead:
             if not self._fetcher.fits(self._waiting[0], batches_grow=self._measures_images):
                 return
             self._admit_next()
@@ -569,17 +566,17 @@ class Assembler:
     def _admit_next(self) -> None:
         ref = self._waiting.popleft()
         self._ahead += 1
-        self._blocks.reserve(ref.ticket)
+        self.memory.reserve(ref.ticket)
         self._fetcher.load(ref)
 
     def _load(self, plan: BatchPlan) -> tuple[int, StreamloaderError | None]:
         """Wait until all new blocks of a plan are loaded; return the first error, with the ticket of its block."""
         for ref in plan.needs:
             while self._waiting and self._waiting[0].ticket <= ref.ticket:  # needed now, so `fits` does not matter
-                if not self._blocks.free and self._copying:
+                if not self.memory.free and self._copying:
                     self._release_copied(wait=True)
                     continue
-                if not self._blocks.free:
+                if not self.memory.free:
                     problem = f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}"
                     remedy = "report this with the dataset's manifest: the plan needs more slots than it declares"
                     return ref.ticket, EngineError(problem, remedy)
@@ -619,7 +616,7 @@ class Assembler:
             return
         for ticket in plan.done:
             self._fetcher.forget(ticket)
-            self._blocks.release(ticket)
+            self.memory.release(ticket)
         self._admit()
 
     def _acquire_permit(self) -> bool:

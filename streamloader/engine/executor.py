@@ -60,8 +60,8 @@ def choose_workers(
         "other processes cannot read memory:// URLs": any(url.startswith("memory:") for url in urls),
         "this system has no anonymous shared memory (memfd_create)": not hasattr(os, "memfd_create"),
     }
-    if any(obstacles.values()):
-        return 0, next(reason for reason, found in obstacles.items() if found)
+    if reasons := [reason for reason, found in obstacles.items() if found]:
+        return 0, reasons[0]
     if choice != "auto":
         return choice, "num_workers= says so"
     if 1 < cores < LEAST_CORES and transform_seconds >= SLOW_TRANSFORM:

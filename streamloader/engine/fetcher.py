@@ -222,7 +222,7 @@ class Fetcher:
     def leave(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
         with self._changed:
-            return self.ledger.limit(size)
+            return self.ledger.leave(size)
 
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block whose slot has been reserved."""

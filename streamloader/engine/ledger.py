@@ -89,7 +89,7 @@ class Ledger:
         self.needed -= self._accounts.pop(ticket).needed
         self.grant()
 
-    def limit(self, size: int) -> int:
+    def leave(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
         self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
         # `used` includes bodies of loading blocks, so `_expected` would count these twice

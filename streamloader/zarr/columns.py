@@ -373,7 +373,7 @@ class RegionReader:
         found = ((self.arrays[member], boxes) for _, member, boxes in self.boxes(start, stop))
         return sum(len(array.places(boxes)) * array.array.chunk_bytes for array, boxes in found)
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """The number of chunks that samples read."""
         return sum(self.count_chunks(member, array) for member, array in self.members())
