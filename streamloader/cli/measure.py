@@ -70,12 +70,11 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @option("--no-shuffle", is_flag=True, help="Read samples in stored order.")
 @shared.size_option("--memory", help="Memory for the loader of a rank, say 2GiB; default: what it needs.")
 @option("--ranks-per-machine", "ranks_here", type=int, default=1, help="Ranks that share a machine.")
-@option("--get-price", type=float, default=0.4, help="Price of a million GETs in USD.")
 @shared.storage_option
 @shared.json_option
 @option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .html file (needs matplotlib).")
 def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path | None, **options: Any) -> None:
-    """Forecast training on the dataset at URL: memory, requests, cost, and how well batches mix.
+    """Forecast training on the dataset at URL: memory, requests, and how well batches mix.
 
     Several URLs with --weights are a mixture: prints the share of each in samples, and in the elements of
     variable-length fields such as tokens. The other options hold for every source.
@@ -95,8 +94,7 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
-    shuffle, price = not no_shuffle and Shuffle(**order), options.pop("get_price") / 1e6
-    chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
+    chosen = ForecastOptions(shuffle=not no_shuffle and Shuffle(**order), sampling=sampling, **options)
     if mixed:
         print_mixture(forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture), as_json=as_json)
         return
@@ -143,8 +141,7 @@ def _memory_line(planned: Forecast | MixtureForecast) -> str:
 
 def _requests_line(planned: Forecast | MixtureForecast, about: str = "") -> str:
     each = show_bytes(planned.bytes / planned.requests) if planned.requests else "0 B"
-    total = f"{show_bytes(planned.bytes)}, {planned.dollars:.2g} USD"
-    return f"requests  {about}{planned.requests:,} an epoch over all ranks, of {each}: {total}"
+    return f"requests  {about}{planned.requests:,} an epoch over all ranks, of {each}: {show_bytes(planned.bytes)}"
 
 
 def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:

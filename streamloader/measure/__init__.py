@@ -1,1 +1,1 @@
-"""Measures a dataset's endpoint, this machine and the loader; forecasts memory, requests and cost."""
+"""Measures a dataset's endpoint, this machine and the loader; forecasts memory, requests and mixing."""

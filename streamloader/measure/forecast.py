@@ -1,4 +1,4 @@
-"""Forecasts the memory, requests and cost of training on a dataset or a mixture, and how well its batches mix."""
+"""Forecasts the memory and requests of training on a dataset or a mixture, and how well its batches mix."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -110,8 +110,6 @@ def _spread(count: int, size: int) -> list[int]:
     return [int(number) for number in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64))]
 
 
-# S3 standard storage, us-east-1, November 2026: 0.40 USD per million GETs; traffic within the region is free.
-DOLLARS_FOR_A_GET = 0.4e-6
 MAX_BLOCKS = 1024  # blocks that are sampled, evenly spread, for the requests of a larger dataset
 DRAWN_STEPS = 64
 DRAWN_ROWS = 1 << 16
@@ -133,14 +131,12 @@ class ForecastOptions:
     shuffle: bool | Shuffle = True
     memory: int | None = None
     ranks_here: int = 1
-    dollars_for_a_get: float = DOLLARS_FOR_A_GET
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        if self.ranks_here < 1 or self.dollars_for_a_get < 0:
-            problem = f"ranks_here={self.ranks_here}, dollars_for_a_get={self.dollars_for_a_get}"
-            raise UsageError(problem, "give at least one rank, and no negative price")
+        if self.ranks_here < 1:
+            raise UsageError(f"ranks_here={self.ranks_here}", "give at least one rank")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
@@ -157,7 +153,7 @@ class EpochForecast:
     """The forecast of an epoch over all ranks.
 
     `held`: the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs.
-    `requests`, `bytes`, `dollars`: those of all ranks in the first epoch. `memory`: the bytes that the loader of a rank
+    `requests`, `bytes`: those of all ranks in the first epoch. `memory`: the bytes that the loader of a rank
     may use. `least_memory`: the least that it needs.
     """
 
@@ -171,7 +167,6 @@ class EpochForecast:
     kept: bool
     requests: int
     bytes: int
-    dollars: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -381,7 +376,6 @@ def _epoch(
         count = count * times + resident_count * options.world_size
         size = size * times + resident_size * options.world_size
         reads.append(Reads(round(count), round(size), arrays))
-    requests = sum(each.requests for each in reads)
     values: dict[str, Any] = {
         "num_samples": share.num_samples,
         **{name: getattr(options, name) for name in ("world_size", "batch_size")},
@@ -390,9 +384,8 @@ def _epoch(
         "least_memory": engine.least_memory(share),
         "held": tuple(resident),
         "kept": budget.keeps,
-        "requests": requests,
+        "requests": sum(each.requests for each in reads),
         "bytes": sum(each.bytes for each in reads),
-        "dollars": requests * options.dollars_for_a_get,
     }
     return values, reads
 
