@@ -19,64 +19,47 @@ MAX_RUNS = 1 << 10
 class Copy(NamedTuple):
     """Rows to copy to a column of a batch: the rows `starts` of the array `source`.
 
-    With `sizes`, `source` and `out` have bytes: row i is in `source` from byte `starts[i]` on, and in `out` from byte
-    `at[i]` on. `sizes` may be one size for all rows.
+    With `at`, `starts` are bytes of `source`. Row i has `sizes[i]` bytes, which are copied to byte `at[i]` of `out`;
+    `sizes` may be one size for all rows. With `strides`, row i is a box of elements, which is copied to the row `at[i]`
+    of `out`: for boxes that consist of many short runs of bytes.
     """
 
     out: NDArray[Any]
     source: NDArray[Any]
     starts: Ints
-    sizes: Ints | int | None = None
     at: Ints | None = None
+    sizes: Ints | int = 0
+    strides: tuple[int, ...] | None = None
 
     def part(self, first: int, stop: int, starts: Ints) -> Copy:
         """Return the copy of the rows [first, stop), whose `starts` are given."""
-        if self.sizes is None or self.at is None:
+        if self.at is None:
             return Copy(self.out[first:stop], self.source, starts)
         sizes = self.sizes if isinstance(self.sizes, int) else self.sizes[first:stop]
-        return Copy(self.out, self.source, starts, sizes, self.at[first:stop])
+        return Copy(self.out, self.source, starts, self.at[first:stop], sizes, self.strides)
 
     def run(self) -> None:
         """Copy the rows."""
-        if self.sizes is None:
+        if self.at is None:
             np.take(self.source, self.starts, axis=0, out=self.out, mode="clip")
-        else:
+        elif self.strides is None:
             copy_rows(self.source, self.starts, self.sizes, self.out, self.at)
+        else:
+            dtype, shape = self.out.dtype, self.out.shape[1:]
+            for row, start in zip(self.at.tolist(), self.starts.tolist(), strict=True):
+                self.out[row] = np.ndarray(shape, dtype, self.source.data, start, self.strides)
 
 
-class BoxCopy(NamedTuple):
-    """Boxes of elements to copy to the `rows` of `out`: each is in `source` from byte `starts[i]` on, with `strides`.
-
-    For boxes that consist of many short runs of bytes, each of which a `Copy` would describe.
-    """
-
-    out: NDArray[Any]
-    source: NDArray[np.uint8]
-    starts: Ints
-    rows: Ints
-    strides: tuple[int, ...]
-
-    def part(self, first: int, stop: int, starts: Ints) -> BoxCopy:
-        """Return the copy of the boxes [first, stop), whose `starts` are given."""
-        return self._replace(starts=starts, rows=self.rows[first:stop])
-
-    def run(self) -> None:
-        """Copy the boxes."""
-        dtype, shape = self.out.dtype, self.out.shape[1:]
-        for row, start in zip(self.rows.tolist(), self.starts.tolist(), strict=True):
-            self.out[row] = np.ndarray(shape, dtype, self.source.data, start, self.strides)
-
-
-def part_of(copies: Sequence[Copy | BoxCopy], number: int, count: int) -> list[Copy | BoxCopy]:
+def part_of(copies: Sequence[Copy], number: int, count: int) -> list[Copy]:
     """Return one of `count` parts of copies; those with the same `starts` share them, which are sent once."""
-    parts, seen = list[Copy | BoxCopy](), dict[int, Ints]()
+    parts, seen = list[Copy](), dict[int, Ints]()
     for copy in copies:
         first, stop = len(copy.starts) * number // count, len(copy.starts) * (number + 1) // count
         parts.append(copy.part(first, stop, seen.setdefault(id(copy.starts), copy.starts[first:stop])))
     return parts
 
 
-def copy_all(copies: Sequence[Copy | BoxCopy]) -> None:
+def copy_all(copies: Sequence[Copy]) -> None:
     """Copy rows to the columns of a batch."""
     for copy in copies:
         copy.run()
@@ -93,7 +76,7 @@ def copy_boxes(
     strides: Sequence[int],
     target: tuple[NDArray[Any], NDArray[Any]],
     rows: Ints,
-) -> Copy | BoxCopy:
+) -> Copy:
     """Return the copy of boxes of elements to rows of the target: an array that is C-contiguous, and the view of it.
 
     `starts`: the byte of `source` at which each box begins. `strides`: of its axes, those of the view but for the
@@ -106,9 +89,9 @@ def copy_boxes(
         axes -= 1
         size *= shape[axes]
     if prod(shape[:axes]) > MAX_RUNS:
-        return BoxCopy(view, source, starts, rows, tuple(strides))
+        return Copy(view, source, starts, rows, strides=tuple(strides))
     index = np.indices(shape[:axes]).reshape(axes, prod(shape[:axes]))
     first = view.__array_interface__["data"][0] - out.__array_interface__["data"][0]
     begins = starts[:, None] + np.asarray(strides[:axes], np.int64) @ index
     ends = (first + rows * view.strides[0])[:, None] + np.asarray(into[:axes], np.int64) @ index
-    return Copy(flat(out), source, begins.reshape(-1), size, ends.reshape(-1))
+    return Copy(flat(out), source, begins.reshape(-1), ends.reshape(-1), size)

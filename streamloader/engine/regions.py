@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
-from streamloader.engine.gather import BoxCopy, Copy, copy_boxes
+from streamloader.engine.gather import Copy, copy_boxes
 from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, Buffers, Demand
 from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import FormatError
@@ -306,7 +306,7 @@ class Regions:
         column = blocks[0].reader.column
         filled = [block.batch for block in blocks if block.batch is not None and block.batch[0].count == len(slot_rows)]
         outs = filled[0][0].columns(column) if filled else _lease_outputs(column, len(slot_rows), buffers)
-        missing, copies = np.ones(len(slot_rows), np.bool_), list[Copy | BoxCopy]()
+        missing, copies = np.ones(len(slot_rows), np.bool_), list[Copy]()
         missing[[row for _, row in filled]] = False
         readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
         for reader in readers:
@@ -346,7 +346,7 @@ def _copies(
     found: tuple[Ints, list[Ints]],
     into: tuple[Sequence[NDArray[Any]], Ints],
     memory: NDArray[np.uint8],
-) -> Iterator[Copy | BoxCopy]:
+) -> Iterator[Copy]:
     """Yield the copies of samples, which are `found` by `_locate`, to the given rows of the outputs."""
     (region, at), (outs, rows) = found, into
     column, regions = blocks[0].reader.column, [cuts for block in blocks for cuts in block.cuts]

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, address
-from streamloader.engine.gather import BoxCopy, Copy, flat
+from streamloader.engine.gather import Copy, flat
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Demand
 from streamloader.engine.transform import Ragged
 from streamloader.format.codecs import Items, scratch_bytes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
 
 # What `gather` returns: the columns by name, and what must be copied to them.
-Gathered = tuple[Mapping[str, Any], Sequence[Copy | BoxCopy]]
+Gathered = tuple[Mapping[str, Any], Sequence[Copy]]
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
@@ -139,7 +139,8 @@ class Chunks:
     def gather(self, slot_rows: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
         """Return the column of a batch, and what must be copied to it: the rows at `slot_rows`.
 
-        The column of a variable size is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises
+        The column of a variable size is a list of bytes or str, or a `Ragged`. If it is packed, as `pack` says, a plan
+        of several steps has a tuple with one for each step: a row of values holds samples of one step only. Raises
         `DecodeError`, which names the sample, for bytes that are invalid for the field.
         """
         field = self.field
@@ -150,16 +151,16 @@ class Chunks:
         np.cumsum(sizes, out=edges[1:])
         if field.fixed:
             out = buffers.lease((len(slot_rows), *field.shape), field.dtype, LIVE_BATCHES)
-            return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, sizes, edges[:-1])]
+            return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, edges[:-1], sizes)]
         if np.any(edges % field.item_bytes):
             self._check(slot_rows, plan)
         columns, copies = [], []
         step_rows = max(1, len(slot_rows) if self._pack is None else plan.step_rows)
-        for first in range(0, max(1, len(slot_rows)), step_rows):  # a row of packed values has samples of one step only
+        for first in range(0, max(1, len(slot_rows)), step_rows):
             steps, part = slice(first, first + step_rows), edges[first : first + step_rows + 1] - edges[first]
             columns.append(self._lease_ragged(part // field.item_bytes, buffers))
-            copies.append(Copy(flat(columns[-1].values), self._arena.bytes, starts[steps], sizes[steps], part[:-1]))
-        return {self.name: columns[0] if len(columns) == 1 else PackedSteps(columns)}, copies
+            copies.append(Copy(flat(columns[-1].values), self._arena.bytes, starts[steps], part[:-1], sizes[steps]))
+        return {self.name: columns[0] if len(columns) == 1 else tuple(columns)}, copies
 
     def _objects(self, slot_rows: Ints, plan: BatchPlan) -> list[Any]:
         """Return rows as bytes or str."""
@@ -210,9 +211,3 @@ def locate_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, 
     start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
     table[low:high, 0] = items.starts[part] + start
     table[low:high, 1] = items.stops[part] - items.starts[part]
-
-
-class PackedSteps(NamedTuple):
-    """The packed column of each step of a plan of several steps: a row of values holds samples of one step only."""
-
-    columns: list[Ragged]

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from streamloader.engine.blocks import Memory, Residence
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
-from streamloader.engine.gather import BoxCopy, Copy, copy_all, part_of
+from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import LIVE_BATCHES
 from streamloader.engine.messages import Callback
-from streamloader.engine.residence import Chunks, PackedSteps, Rows
+from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
     Ragged,
     RngKey,
@@ -49,9 +49,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Batch:
-    """A batch in the making: `columns` by field (ndarray, list or `Ragged`), complete or failed once `finished` is set.
+    """A batch in the making: `columns` by field, complete or failed once `finished` is set.
 
-    `copied` is set before, once its blocks are not needed.
+    A column is an ndarray, a list or a `Ragged`; a tuple has a packed one for each step. `copied` is set before
+    `finished`, once the blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
     `permits`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     `leases`: what keeps the encoded images valid until they are decoded.
@@ -96,7 +97,7 @@ def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
 
 
 def _of_step(column: Any, number: int, first: int, stop: int) -> Any:
-    return column.columns[number] if isinstance(column, PackedSteps) else _of_rows(column, first, stop)
+    return column[number] if type(column) is tuple else _of_rows(column, first, stop)
 
 
 def _of_rows(column: Any, first: int, stop: int) -> Any:
@@ -262,7 +263,7 @@ class Stages:
         """
         plan = batch.plan
         batch.columns = dict.fromkeys(self._options.names)
-        copies: list[Copy | BoxCopy] = []
+        copies: list[Copy] = []
         name = ""
         try:
             slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
@@ -289,7 +290,7 @@ class Stages:
         """Wait at most `seconds` for each kind of work; return whether all has ended."""
         return all(jobs.join(seconds) for jobs in (self._copying, self._decoding, self._here))
 
-    def _copy(self, batch: Batch, copies: Sequence[Copy | BoxCopy], slot_rows: Ints) -> None:
+    def _copy(self, batch: Batch, copies: Sequence[Copy], slot_rows: Ints) -> None:
         """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
         workers = self._executor.workers
         if not workers or not copies:
