@@ -22,7 +22,7 @@ from streamloader.engine.blocks import Memory, Residence
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import LIVE_BATCHES
-from streamloader.engine.messages import Callback
+from streamloader.engine.messages import Callback, all_bytes
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
     Ragged,
@@ -45,6 +45,9 @@ from streamloader.storage.process import finalize
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
+
+
+Ended = Callable[[object, BaseException | None], object]  # called with the result of a job, or with its error
 
 
 @dataclass
@@ -107,50 +110,37 @@ def _of_rows(column: Any, first: int, stop: int) -> Any:
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
-class Images(NamedTuple):
-    """The encoded images of a batch: image i has the bytes of `memory` in `spans[i]`, (first byte, size).
-
-    `key`: (seed, epoch) of random crops. `out`: the decoded images, None if their sizes differ. `crops`: gets the crop
-    of each; images of masks are cropped as it says.
-    """
-
-    decoder: ImageDecoder
-    memory: NDArray[np.uint8]
-    spans: Ints
-    samples: Ints
-    positions: Ints
-    key: tuple[int, int]
-    out: NDArray[Any] | None
-    crops: Ints
-
-    def part(self, rows: range) -> Images:
-        """Return the images of some rows."""
-        at = slice(rows.start, rows.stop)
-        columns = self.spans[at], self.samples[at], self.positions[at]
-        out = None if self.out is None else self.out[at]
-        return Images(self.decoder, self.memory, *columns, self.key, out, self.crops[at])
+# The images of a field: their decoder, where each is in the arena (first byte, size), and the array that gets them
+# decoded, None if their sizes differ.
+Encoded = tuple["ImageDecoder", Ints, NDArray[Any] | None]
 
 
-def decode_images(columns: Sequence[Images], allocate: Callable[..., NDArray[Any]]) -> float:
+def decode_images(
+    fields: Sequence[Encoded],
+    rows: tuple[Ints, Ints, Ints],
+    key: tuple[int, int],
+    allocate: Callable[..., NDArray[Any]],
+) -> float:
     """Decode the images of some rows, those of a row together, since a mask is cropped as its image.
 
-    Images of different sizes are decoded into memory from `allocate(shape, dtype)`. Return the processor time.
+    `rows`: sample numbers, positions, and crops, which the images write and their masks read. `key`: (seed, epoch) of
+    random crops. Images of different sizes are decoded into memory from `allocate(shape, dtype)`. Return the processor
+    time.
     """
-    begin = time.thread_time()
-    rows = [
+    begin, memory = time.thread_time(), all_bytes().data
+    samples, positions, crops = rows
+    columns = [
         zip(
-            [images.memory.data[start : start + size] for start, size in images.spans.tolist()],
-            images.samples.tolist(),
-            images.decoder.draws(*images.key, images.positions) or repeat(()),
-            images.crops,
-            images.out if images.out is not None else repeat(None),
+            spans.tolist(),
+            decoder.draws(*key, positions) or repeat(()),
+            repeat(None) if out is None else out,
             strict=False,
         )
-        for images in columns
+        for decoder, spans, out in fields
     ]
-    for row in zip(*rows, strict=True):
-        for images, (data, sample, draws, crop, out) in zip(columns, row, strict=True):
-            decoder = images.decoder
+    for sample, crop, *images in zip(samples.tolist(), crops, *columns, strict=True):
+        for (decoder, _, _), ((start, size), draws, out) in zip(fields, images, strict=True):
+            data = memory[start : start + size]
             target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
             decoder.decode(data, sample, target, draws, crop)
     return time.thread_time() - begin
@@ -298,7 +288,7 @@ class Stages:
             self._copied(batch, slot_rows)
             return
         count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
-        ended = _Countdown(batch, count, partial(self._copied, batch, slot_rows))
+        ended = _countdown(batch, count, partial(self._copied, batch, slot_rows))
         for number in range(count):
             self._copying.submit(Job(copy_all, [part_of(copies, number, count)], ended))
 
@@ -313,12 +303,12 @@ class Stages:
         parts = _divide(len(slot_rows), max(1, min(4 * self._threads, len(slot_rows) // PART_IMAGES)))
         names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
         crops = {name: self._buffers.lease((len(slot_rows), 7), "int64") for name in names}
-        ended = _Countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
-        for columns in [self._images(batch, name, slot_rows, crop) for name, crop in crops.items()]:
+        ended = _countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
+        for fields, crop in [(self._images(batch, name, slot_rows), crop) for name, crop in crops.items()]:
             for part in parts:
-                self._decode_part(batch, columns, part, ended)
+                self._decode_part(batch, fields, crop, part, ended)
 
-    def _images(self, batch: Batch, name: str, slot_rows: Ints, crops: Ints) -> dict[str, Images]:
+    def _images(self, batch: Batch, name: str, slot_rows: Ints) -> dict[str, Encoded]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
         out: NDArray[Any] | None = None
@@ -327,12 +317,11 @@ class Stages:
             out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
         batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
         batch.leases += chunks.leases(slot_rows)
-        columns, key = (chunks.table[slot_rows], plan.samples, plan.positions), (self._options.seed, plan.epoch)
-        images = Images(self._decoders[name], self._executor.arena.bytes, *columns, key, out, crops)
-        masks = decoder.options.masks
-        return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows, crops))
+        images, masks = (self._decoders[name], chunks.table[slot_rows], out), decoder.options.masks
+        return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows))
 
-    def _decode_part(self, batch: Batch, columns: Mapping[str, Images], part: range, ended: _Countdown) -> None:
+    def _decode_part(self, batch: Batch, fields: Mapping[str, Encoded], crops: Ints, part: range, ended: Ended) -> None:
+        plan, at = batch.plan, slice(part.start, part.stop)
         made: list[NDArray[Any]] = []
 
         def allocate(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -340,16 +329,18 @@ class Stages:
             return made[-1]
 
         def done(seconds: float | None, error: BaseException | None) -> None:
-            unsized = [name for name, each in columns.items() if each.out is None]
+            unsized = [name for name, (_, _, out) in fields.items() if out is None]
             for number, name in enumerate(unsized if error is None else ()):
                 arrays = made[number :: len(unsized)]
                 mask = self._config.decoders[name].mask
-                batch.columns[name][part.start : part.stop] = [array[..., 0] if mask else array for array in arrays]
+                batch.columns[name][at] = [array[..., 0] if mask else array for array in arrays]
             self._counters.add(decode_seconds=seconds or 0.0)
             ended(None, error)
 
-        images = [each.part(part) for each in columns.values()]
-        self._decoding.submit(Job(decode_images, (images, Callback(allocate)), done, repeats=made.clear))
+        images = [(decoder, spans[at], None if out is None else out[at]) for decoder, spans, out in fields.values()]
+        rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._options.seed, plan.epoch)
+        arguments = images, rows, key, Callback(allocate)
+        self._decoding.submit(Job(decode_images, arguments, done, repeats=made.clear))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
@@ -373,12 +364,12 @@ class Stages:
         parts = _divide(count, self._transforming.count)
         made: list[Any] = [None] * len(parts)
         memory: dict[str, NDArray[Any]] = {}
-        ended = _Countdown(batch, len(parts), partial(self._end_transform, batch, made, memory))
+        ended = _countdown(batch, len(parts), partial(self._end_transform, batch, made, memory))
         for number, part in enumerate(parts):
             self._transform_part(batch, part, (made, number), memory, ended)
 
     def _transform_part(
-        self, batch: Batch, part: range, into: tuple[list[Any], int], memory: dict[str, NDArray[Any]], ended: _Countdown
+        self, batch: Batch, part: range, into: tuple[list[Any], int], memory: dict[str, NDArray[Any]], ended: Ended
     ) -> None:
         """Begin to transform a part of a batch, and set an item of a list to its samples and their memory.
 
@@ -422,7 +413,7 @@ class Stages:
         return apply(self._transform_of_owner(), own, *labels, generator)
 
     def _end_transform(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
-        finish = Job(self._collate, (batch, parts, memory), _Countdown(batch, 1, batch.finished.set))
+        finish = Job(self._collate, (batch, parts, memory), _countdown(batch, 1, batch.finished.set))
         self._here.submit(finish)
 
     def _transform_of_owner(self) -> Transform:
@@ -445,22 +436,21 @@ class Stages:
             batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
 
 
-class _Countdown:
-    """Ends `count` jobs of a batch: the last one calls `then`, and an error fails the batch."""
+def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:
+    """Return what ends `count` jobs of a batch: the last one calls `then`, and an error fails the batch."""
+    left = iter(range(count - 1, -1, -1))  # `next` of it is atomic
 
-    def __init__(self, batch: Batch, count: int, then: Callable[[], object]) -> None:
-        self._batch, self._then = batch, then
-        self._left = iter(range(count - 1, -1, -1))  # `next` of it is atomic
-
-    def __call__(self, _: object, error: BaseException | None) -> None:
+    def end(_: object, error: BaseException | None) -> None:
         try:
-            if error is None and not next(self._left):
-                self._then()
+            if error is None and not next(left):
+                then()
         except BaseException as problem:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
             error = problem
         if error is not None:
-            self._batch.fail(error)
+            batch.fail(error)
         del error  # its traceback may hold this frame
+
+    return end
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:
