@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_schedule import Engine, runs
 from torch.utils.data import DataLoader
 
-from streamloader.engine.dataset import EpochPlan
+from streamloader.engine.dataset import plans
 from streamloader.errors import StateError, UsageError, WorldError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Gap, Share, World, skip_steps
@@ -160,12 +160,13 @@ def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, a
     share, position, left_out = run
     wanted = [plan.samples.tolist() for step, plan in enumerate(share.plans(position)) if step not in left_out]
     engine = Engine()
-    plan = EpochPlan(share=share, position=position, seed=share.order.seed)
-    assert [made.samples.tolist() for made in engine.run(plan.batches())] == wanted
+    *made, end = plans(share, position, ())
+    assert end is None
+    assert [plan.samples.tolist() for plan in engine.run(made)] == wanted
     assert engine.most_live <= share.slots_needed()
     assert share.count_steps(position) == len(wanted)
-    rows = [made.samples.tolist() for made in plan._replace(steps_at_once=at_once).batches(7)]
-    assert flat(rows) == flat(wanted)
+    *made, end = plans(share, position, (), at_once)
+    assert flat([plan.samples.tolist() for plan in made]) == flat(wanted)
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,84 +124,60 @@ class Dataset:
         return {name: value for name, value in self.__dict__.items() if not name.endswith("readers")}
 
 
-@dataclass(frozen=True)
-class SampleNumbers:
-    """The sample numbers of concatenated datasets.
+def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, ...]:
+    """Return the number of the first sample of each of concatenated datasets, among `selected` samples or among all."""
+    counts = (dataset.num_samples if selected else dataset.manifest.num_samples for dataset in datasets[:-1])
+    return tuple(accumulate(counts, initial=0))
 
-    `selected_from` and `all_from`: the first number of each dataset, among the selected samples and among all samples.
-    """
 
-    selections: tuple[Ints | None, ...] = (None,)
-    selected_from: tuple[int, ...] = (0,)
-    all_from: tuple[int, ...] = (0,)
+def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
+    """Return a function from numbers among the selected samples of concatenated datasets to those among all samples."""
+    selections = [dataset.selection for dataset in datasets]
+    selected_from, all_from = (np.array(first_samples(datasets, selected=each)) for each in (True, False))
 
-    @classmethod
-    def of(cls, datasets: Sequence[Dataset]) -> SampleNumbers:
-        """Return the sample numbers of these datasets."""
-        selected = accumulate((dataset.num_samples for dataset in datasets[:-1]), initial=0)
-        every = accumulate((dataset.manifest.num_samples for dataset in datasets[:-1]), initial=0)
-        return cls(tuple(dataset.selection for dataset in datasets), tuple(selected), tuple(every))
-
-    def among_all(self, samples: Ints) -> Ints:
-        """Convert numbers among the selected samples to numbers among all samples."""
-        if all(selection is None for selection in self.selections):
+    def among_all(samples: Ints) -> Ints:
+        if all(selection is None for selection in selections):
             return samples
-        source = np.searchsorted(self.selected_from, samples, side="right") - 1
-        numbers = samples - np.array(self.selected_from)[source]
-        for index, selection in enumerate(self.selections):
+        source = np.searchsorted(selected_from, samples, side="right") - 1
+        numbers = samples - selected_from[source]
+        for index, selection in enumerate(selections):
             if selection is not None:
                 rows = source == index
                 numbers[rows] = selection[numbers[rows]]
-        return np.asarray(numbers + np.array(self.all_from)[source], np.int64)
+        return np.asarray(numbers + all_from[source], np.int64)
+
+    return among_all
 
 
-class EpochPlan(NamedTuple):
-    """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
+def plans(
+    share: EpochShare,
+    position: int,
+    datasets: Sequence[Dataset],
+    steps_at_once: int = 1,
+    compute: Compute | None = None,
+    *,
+    resident: bool = False,
+    endless: bool = False,
+) -> Iterator[BatchPlan | None]:
+    """Yield the plans of a pass over an epoch from `position` on, then None. If `endless`, the next epoch follows.
 
-    `seed` keys the random numbers of crops and transforms, with epoch and position. `resident`: every field is, so
-    plans contain no blocks.
+    `samples` are numbers among all samples of the datasets. `steps_at_once`, `resident`, `compute`: as in
+    `EpochShare.plans`.
+
+    Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
     """
-
-    share: EpochShare
-    position: int
-    seed: int
-    steps_at_once: int = 1
-    numbers: SampleNumbers = SampleNumbers()
-    resident: bool = False
-
-    def following(self) -> EpochPlan:
-        """Return the pass over the next epoch."""
-        return self._replace(share=self.share.at_epoch(self.share.epoch + 1), position=0)
-
-    def batches(self, first_ticket: int = 0, compute: Compute | None = None) -> Iterator[BatchPlan]:
-        """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
-
-        `compute`: as in `EpochShare.plans`.
-
-        Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
-        """
-        ticket = first_ticket
-        for start, stop in self.share.parts(self.position):
-            begin = min(start, self.share.num_samples)
-            given = begin, stop, self.steps_at_once, ticket
-            for plan in self.share.plans(*given, resident=self.resident, compute=compute):
-                ticket += len(plan.needs)
-                samples = self.numbers.among_all(plan.samples)
-                yield plan if samples is plan.samples else plan._replace(samples=samples)
-
-
-def plans(first: EpochPlan, compute: Compute, *, endless: bool) -> Iterator[BatchPlan | None]:
-    """Yield the plans of a pass, then None. If `endless`, continue with the next epoch, and so on."""
-    tickets = 0
-    epoch = first
+    ticket, among_all = 0, numbers_among_all(datasets)
     while True:
-        for plan in epoch.batches(tickets, compute):
-            tickets += len(plan.needs)
-            yield plan
+        for start, stop in share.parts(position):
+            given = min(start, share.num_samples), stop, steps_at_once, ticket
+            for plan in share.plans(*given, resident=resident, compute=compute):
+                ticket += len(plan.needs)
+                samples = among_all(plan.samples)
+                yield plan if samples is plan.samples else plan._replace(samples=samples)
         yield None
         if not endless:
             return
-        epoch = epoch.following()
+        share, position = share.at_epoch(share.epoch + 1), 0
 
 
 def load_field(

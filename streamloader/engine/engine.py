@@ -25,13 +25,13 @@ from itertools import accumulate
 from typing import Any
 
 from streamloader.engine.blocks import Memory, residence_of
-from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
+from streamloader.engine.dataset import Dataset, load_field, plans
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, PassEnded, sleeper
 from streamloader.engine.memory import READY_BATCHES, Budget, Demand, allot, allowance
 from streamloader.engine.pace import FIRST, Hedging, Pace
 from streamloader.engine.residence import Rows
-from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages
+from streamloader.engine.stages import Batch, LoaderConfig, Stages
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
@@ -68,12 +68,10 @@ class Engine:
         self.core: Assembler | None = None  # of the last pass
         self._end_threads: weakref.finalize[..., Any] | None = None
         self._begun = 0  # passes of these threads
-        self._upcoming: EpochPlan | None = None
+        self._upcoming: tuple[Any, ...] = ()  # the arguments of `start` for the pass after the last one
         self._names = datasets[0].names
-        # Threads hold the options of their stages, which must not keep the owner of the transform alive.
-        self._config = replace(config, transform=None)
-        # A value of its own, since a transform may be a method of the object that owns the dataset.
-        self._transform = None if config.transform is None else partial(config.transform)
+        # A transform of its own, of which `Stages` have a weak reference: it may be a method of the dataset's owner.
+        self._config = config if config.transform is None else replace(config, transform=partial(config.transform))
         self._resident: dict[str, Rows] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
@@ -82,50 +80,56 @@ class Engine:
             retrier.reached = True  # the manifest was read from this store, maybe in another process
         self.counters.outages = lambda: [retrier.waiting_for for retrier in retriers]
 
-    def start(self, plan: EpochPlan) -> Pipeline:
-        """Start a pass and return its pipeline. Raises `MemoryBudgetError` before any sample is read."""
-        core = self.core
-        if core is not None and core.endless and core.passes == self._begun and self._upcoming == plan:
-            return self._next_pass(plan)
+    def start(self, share: EpochShare, position: int, seed: int, steps_at_once: int) -> Pipeline:
+        """Start a pass over an epoch from `position` on, and return its pipeline.
+
+        `seed` keys the random numbers of crops and transforms, with epoch and position. Plans have `steps_at_once`
+        steps. Raises `MemoryBudgetError` before any sample is read.
+        """
+        core, following = self.core, (share.at_epoch(share.epoch + 1), 0, seed, steps_at_once)
+        ahead = core is not None and core.endless and core.passes == self._begun
+        if ahead and self._upcoming == (share, position, seed, steps_at_once):
+            return self._next_pass(following)
         # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
         endless = core is not None and core.passes > 0
         self._end()
         self.executor.start()
-        resident, budget = self.plan_memory(plan.share, plan.steps_at_once)
+        resident, budget = self.plan_memory(share, steps_at_once)
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
         self.counters.client = f"{reader.kind}: {reader.reason}"
         arrays = [each for dataset in self.datasets for each in dataset.region_readers.values()]
         self.counters.note(chunks=sum(each.num_chunks for each in arrays))
         streamed = tuple(name for name in self._names if name not in resident)
-        memory = self._memory(streamed, budget, plan.share.block)
-        options = StageOptions(
-            config=self._config,
-            names=self._names,
-            resident={name: self._resident[name] for name in resident},
-            batched=plan.steps_at_once == 1,
-            transform=None if self._transform is None else weakref.ref(self._transform),
-            seed=plan.seed,
-        )
+        memory = self._memory(streamed, budget, share.block)
         # before other threads start, since it raises for an invalid transform
         fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
-        stages = Stages(options, memory, self.executor, fetcher.fail)
-        planned = plans(plan._replace(resident=not streamed), self.executor.map, endless=endless)
-        rows = plan.share.batch * plan.steps_at_once
-        planner = Planner(planned, most=min(PLANNED, max(2, PLANNED_ROWS // rows)))
+        stages = Stages(
+            self._config,
+            self._names,
+            memory,
+            self.executor,
+            fetcher.fail,
+            resident={name: self._resident[name] for name in resident},
+            seed=seed,
+            batched=steps_at_once == 1,
+        )
+        given = share, position, self.datasets, steps_at_once, self.executor.map
+        planned = plans(*given, resident=not streamed, endless=endless)
+        planner = Planner(planned, most=min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once))))
         self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
         threads = Threads("assemble", 2, core.fail)
         self._end_threads = finalize(self, _close, core, threads)
         self._begun = 0
         threads.run(core.run)
         threads.run(planner.run)
-        return self._next_pass(plan)
+        return self._next_pass(following)
 
-    def _next_pass(self, plan: EpochPlan) -> Pipeline:
+    def _next_pass(self, following: tuple[Any, ...]) -> Pipeline:
         assert self.core is not None
         assert self._end_threads is not None
         self._begun += 1
-        self._upcoming = plan.following()
+        self._upcoming = following
         return Pipeline(self, self.core, self._end_threads)
 
     def close(self) -> None:
@@ -186,7 +190,7 @@ class Engine:
         does not suffice for more.
         """
         config = self._config
-        if config.decoders or self._transform is not None:
+        if config.decoders or config.transform is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         shared = self.executor.workers > 0

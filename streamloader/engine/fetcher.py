@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
 from streamloader.engine.blocks import NO_SLOT, Memory
-from streamloader.engine.dataset import Dataset, SampleNumbers
+from streamloader.engine.dataset import Dataset, first_samples
 from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.ledger import Ledger
 from streamloader.engine.messages import Callback, all_bytes, in_worker
@@ -157,7 +157,7 @@ class Fetcher:
         residences = memory.residences
         self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
         self._datasets = datasets
-        self._starts = SampleNumbers.of(datasets).selected_from
+        self._starts = first_samples(datasets, selected=True)
         self._names = names
         self._memory, self._bodies = memory, memory.bodies
         self._budget = budget = memory.budget

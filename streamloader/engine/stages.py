@@ -10,10 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,26 +165,6 @@ class LoaderConfig:
     tensors: Tensors | None = None
 
 
-class StageOptions(NamedTuple):
-    """The options of `Stages` for one pass. A batch has the columns `names`, in this order.
-
-    `resident` fields are complete arrays in memory; others are in blocks. `batched`: samples form batches. `seed` keys
-    the random numbers of the transform, with the plan's epoch and positions.
-    """
-
-    config: LoaderConfig
-    names: tuple[str, ...]
-    resident: Mapping[str, Rows]
-    batched: bool
-    transform: weakref.ref[Transform] | None
-    seed: int
-
-    @property
-    def stack_images(self) -> bool:
-        """Whether the images of a batch are one array, so that they must have one size, and not a list of arrays."""
-        return self.batched and self.transform is None
-
-
 # Batches in the making beside the usual ones, for workers that would wait for the slowest part of the one before.
 MORE_BATCHES = 2
 # With workers, the bytes of a batch that a thread copies at least.
@@ -196,27 +176,47 @@ EXIT_SECONDS = 5.0
 
 
 class Stages:
-    """Gathers, decodes and transforms batches. Threads hold this object, never the `Engine`."""
+    """Gathers, decodes and transforms batches, which have the columns `names`, in this order.
 
-    def __init__(self, options: StageOptions, memory: Memory, executor: Executor, on_error: OnError) -> None:
-        self._options, self._config, self._executor = options, options.config, executor
-        self.transforms = options.transform is not None
+    `resident` fields are complete arrays in memory; others are in blocks. `seed` keys the random numbers of crops and
+    the transform, with the plan's epoch and positions. `batched`: samples form batches.
+
+    Threads hold this object, never the `Engine`, and a weak reference to the transform, so they do not keep its owner
+    alive.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        names: Sequence[str],
+        memory: Memory,
+        executor: Executor,
+        on_error: OnError,
+        *,
+        resident: Mapping[str, Rows],
+        seed: int,
+        batched: bool,
+    ) -> None:
+        self._config, self._names, self._resident = replace(config, transform=None), names, resident
+        self._executor, self._seed, self._batched = executor, seed, batched
+        self._transform = None if config.transform is None else weakref.ref(config.transform)
+        self.transforms = config.transform is not None
+        # The images of a batch are one array, so that they must have one size, and not a list of arrays.
+        self._stacks_images = batched and not self.transforms
         self._blocks = memory
         self._buffers = memory.buffers
         self._counters = memory.counters
         self._threads = executor.workers or memory.budget.cores
-        fields, decoders = memory.residences.values(), options.config.decoders
+        fields, decoders = memory.residences.values(), config.decoders
         self._gathered = [field for field in fields if field.name not in decoders]
         self._encoded = {field.name: field for field in fields if isinstance(field, Chunks) and field.name in decoders}
         self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
-        self.decodes = bool(options.config.decoders)
+        self.decodes = bool(decoders)
         self.more_batches = MORE_BATCHES if executor.workers else 0
-        self._decoders = {name: executor.share(decoder) for name, decoder in options.config.decoders.items()}
+        self._decoders = {name: executor.share(decoder) for name, decoder in decoders.items()}
         self._shared_transform: Transform | None = None
-        if options.transform is not None:
-            transform = self._transform_of_owner()
-            if executor.workers:
-                self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
+        if config.transform is not None and executor.workers:
+            self._shared_transform = share_transform(executor, config.transform, spawns=config.spawns)
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
         self._copying = executor.jobs("gather", executor.workers, on_error)
@@ -238,7 +238,7 @@ class Stages:
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
             unsized = decoder.options.size is None
-            headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
+            headers = items[:1] if unsized and self._stacks_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
             if unsized:  # otherwise the planned bytes of a batch include them
                 pixels = sum(map(math.prod, (header.size for header in sizes))) * (len(items) // max(1, len(headers)))
@@ -252,15 +252,15 @@ class Stages:
         Without workers its rows are gathered now. Each job ends in `Batch.finished` or in `Batch.fail`.
         """
         plan = batch.plan
-        batch.columns = dict.fromkeys(self._options.names)
+        batch.columns = dict.fromkeys(self._names)
         copies: list[Copy] = []
         name = ""
         try:
             slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
-            fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._options.resident.values()]
+            fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
             for residence, at in fields + [(residence, slot_rows) for residence in self._gathered]:
                 name = residence.name
-                columns, found = residence.gather(at, plan, self._buffers, self._options.seed)
+                columns, found = residence.gather(at, plan, self._buffers, self._seed)
                 batch.columns |= columns
                 copies += found
             self._copy(batch, copies, slot_rows)
@@ -312,7 +312,7 @@ class Stages:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
         out: NDArray[Any] | None = None
-        if self._options.stack_images or decoder.options.size is not None:
+        if self._stacks_images or decoder.options.size is not None:
             shape = decoder.shape(chunks.items(slot_rows[:1])[0], int(plan.samples[0]))
             out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
         batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
@@ -338,7 +338,7 @@ class Stages:
             ended(None, error)
 
         images = [(decoder, spans[at], None if out is None else out[at]) for decoder, spans, out in fields.values()]
-        rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._options.seed, plan.epoch)
+        rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._seed, plan.epoch)
         arguments = images, rows, key, Callback(allocate)
         self._decoding.submit(Job(decode_images, arguments, done, repeats=made.clear))
 
@@ -358,7 +358,7 @@ class Stages:
 
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
-        if self._options.transform is None or not count:
+        if not self.transforms or not count:
             batch.finished.set()
             return
         parts = _divide(count, self._transforming.count)
@@ -378,7 +378,7 @@ class Stages:
         """
         columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
         plan = batch.plan.part(part.start, part.stop, 0)
-        labels = [RngKey(self._options.seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
+        labels = [RngKey(self._seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
         tensors, lease, begin = self._config.tensors, self._buffers.lease, 0.0
         rows: dict[str, NDArray[Any]] = {}
 
@@ -417,7 +417,7 @@ class Stages:
         self._here.submit(finish)
 
     def _transform_of_owner(self) -> Transform:
-        held = None if self._options.transform is None else self._options.transform()
+        held = None if self._transform is None else self._transform()
         if held is None:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
         return held
@@ -429,8 +429,8 @@ class Stages:
             samples, complete = [one for part, _ in parts for one in part], dict[str, Any]()
         else:
             whole = {name: column for name, column in memory.items() if name not in self._ragged}
-            samples, complete = load_parts(parts, whole if self._options.batched else {})
-        if self._options.batched:
+            samples, complete = load_parts(parts, whole if self._batched else {})
+        if self._batched:
             batch.columns = collate(samples, numbers, tensors, self._ragged, complete)
         else:
             batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
+from streamloader.engine.dataset import Dataset, first_samples, numbers_among_all
 from streamloader.engine.engine import Engine, Pipeline
 from streamloader.engine.executor import choose_workers
 from streamloader.engine.fetcher import PassEnded
@@ -250,12 +250,11 @@ class Loader:
             **mixture | self._weighed(self._datasets),
         )
         EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
-        self._numbers = SampleNumbers.of(self._datasets)
         self._format = BatchFormat(
             samples=given.batch_size is None,
             with_index=given.with_index,
             with_valid=given.remainder == "pad",
-            firsts=self._numbers.all_from if mixture else (),
+            firsts=first_samples(self._datasets, selected=False) if mixture else (),
             indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
             convert=self._convert,
@@ -461,8 +460,8 @@ class Loader:
         if datasets is not self._datasets:
             self.close()
             self._datasets, self._first, self._cached_engine = datasets, first, None
-            self._numbers = SampleNumbers.of(datasets)
-            self._format = self._format._replace(firsts=self._format.firsts and self._numbers.all_from)
+            firsts = self._format.firsts and first_samples(datasets, selected=False)
+            self._format = self._format._replace(firsts=firsts)
         self._set_start(start)
         self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)
 
@@ -562,7 +561,7 @@ class Loader:
         for each_rank in range(world.size) if rank is None else [rank]:
             share = self._share(start, World(each_rank, world.size).consumer(number, workers))
             samples.append(share.samples(start.position % share.global_batch + turn * share.global_batch))
-        return self._numbers.among_all(np.concatenate(samples))
+        return numbers_among_all(self._datasets)(np.concatenate(samples))
 
     def _set_start(self, start: RunState) -> None:
         """Let the next pass begin at `start`, also in workers."""
@@ -631,12 +630,5 @@ class Loader:
     def _start_pipeline(self, begin: Cursor) -> Pipeline:
         engine = self._new_engine(self._engine().counters)  # by now it is known how long the transform takes
         share = engine.widened(begin.share)
-        return engine.start(
-            EpochPlan(
-                share=share,
-                position=begin.position,
-                seed=begin.start.seed,
-                steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share),
-                numbers=self._numbers,
-            )
-        )
+        steps = SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share)
+        return engine.start(share, begin.position, begin.start.seed, steps)
