@@ -33,16 +33,6 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux"
 HUGE_BYTES = 1 << 22  # allocations that ask for huge pages, as numpy does
 
 
-class _Allocation(weakref.ref[Bytes]):
-    """A weak reference to an allocated array; its callback frees pages by `methodcaller`, without Python code.
-
-    What a signal handler raises in a callback of a weak reference that runs Python code is lost.
-    """
-
-    free: Any = None
-    span: tuple[int, int]
-
-
 class MappedMemory:
     """The bytes of a mapping: an arena, or that of another process."""
 
@@ -69,13 +59,15 @@ class Arena(MappedMemory):
         self._map = self._reserve()
         super().__init__(self._map)
         self._starts, self._sizes = [0], {0: self.size}  # of free ranges
-        self._allocated: dict[int, _Allocation] = {}
-        self._deleted: deque[_Allocation] = deque()  # appended to without the lock
+        # by the id of the weak reference to an array: that, the one that frees its pages, and their start and size
+        self._allocated: dict[int, tuple[Any, Any, int, int]] = {}
+        self._deleted: deque[weakref.ref[Bytes]] = deque()  # appended to without the lock
         if shared and hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)  # a forked child would see batches change that it inherits
-        advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
-        self._kind = type("_Freed", (_Allocation,), {"free": staticmethod(self._map.madvise)})
-        self._advice = advice
+        self._advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
+        # Weak references whose callback frees pages by `methodcaller`: what a signal handler raises in a callback that
+        # runs Python code is lost.
+        self._kind: Any = type("_Freed", (weakref.ref,), {"free": staticmethod(self._map.madvise)})
         kind = weakref.ref(self._kind)
         os.register_at_fork(after_in_child=lambda: _forget(kind()))
 
@@ -104,12 +96,10 @@ class Arena(MappedMemory):
             start = self._take(pages)
             array = np.frombuffer(self._map, np.uint8, size, start)
             # the last callback is called first
-            freed = self._kind(array, methodcaller("free", self._advice, start, pages))
-            entry = _Allocation(array, self._deleted.append)
-            entry.span = start, pages
-            self._allocated[id(entry)] = entry
-            if pages >= RETURNED_BYTES:
-                entry.free = freed
+            returned = pages >= RETURNED_BYTES
+            freed = self._kind(array, methodcaller("free", self._advice, start, pages)) if returned else None
+            entry = weakref.ref(array, self._deleted.append)
+            self._allocated[id(entry)] = entry, freed, start, pages
         if huge and pages >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, pages)
@@ -144,7 +134,7 @@ class Arena(MappedMemory):
     def _collect(self) -> None:
         """Make the memory of deleted arrays free."""
         while self._deleted:
-            start, size = self._allocated.pop(id(self._deleted.popleft())).span
+            _, _, start, size = self._allocated.pop(id(self._deleted.popleft()))
             index = bisect_left(self._starts, start)
             if index < len(self._starts) and self._starts[index] == start + size:
                 size += self._sizes.pop(self._starts.pop(index))
