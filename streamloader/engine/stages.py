@@ -25,8 +25,8 @@ from streamloader.engine.memory import LIVE_BATCHES
 from streamloader.engine.messages import Callback, all_bytes
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
+    Key,
     Ragged,
-    RngKey,
     Sample,
     Tensors,
     Transform,
@@ -373,12 +373,12 @@ class Stages:
     ) -> None:
         """Begin to transform a part of a batch, and set an item of a list to its samples and their memory.
 
-        Those of workers are a `TransformedPart`, whose large values are in rows of the columns `memory`. The seconds
+        Those of workers are a `Part`, whose large values are in rows of the columns `memory`. The seconds
         include those in which a transform waits for others of its worker.
         """
         columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
         plan = batch.plan.part(part.start, part.stop, 0)
-        labels = [RngKey(self._seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
+        labels = [(self._seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
         tensors, lease, begin = self._config.tensors, self._buffers.lease, 0.0
         rows: dict[str, NDArray[Any]] = {}
 
@@ -407,7 +407,7 @@ class Stages:
             job = Job(self._apply, (columns, labels), done, begins)
         self._transforming.submit(job)
 
-    def _apply(self, columns: Mapping[str, Any], labels: tuple[list[RngKey], list[int]]) -> list[Sample]:
+    def _apply(self, columns: Mapping[str, Any], labels: tuple[list[Key], list[int]]) -> list[Sample]:
         generator = "" if self._config.tensors is None else self._config.tensors.generator
         own = rows_of(columns, len(labels[1]))
         return apply(self._transform_of_owner(), own, *labels, generator)

@@ -57,21 +57,20 @@ class Tensors(NamedTuple):
     generator: str
 
 
-class RngKey(NamedTuple):
-    """The key of a sample's random numbers: augmentation is the same at any world size."""
+# The key of a sample's random numbers, (seed, epoch, position): augmentation is the same at any world size.
+Key = tuple[int, int, int]
 
-    seed: int
-    epoch: int
-    position: int
 
-    def seeds(self) -> tuple[int, ...]:
-        """Return three seeds of 64 bits, for other generators than `rng`."""
-        return unpack("<3Q", blake2b(pack("<3Q", *self), digest_size=24).digest())
+def seeds_of(key: Key) -> tuple[int, ...]:
+    """Return three seeds of 64 bits, for other generators than `rng_of`."""
+    return unpack("<3Q", blake2b(pack("<3Q", *key), digest_size=24).digest())
 
-    def rng(self) -> np.random.Generator:
-        """Return a Philox generator with the key (seed, epoch) and a counter that starts at the position."""
-        key = np.array([self.seed, self.epoch], np.uint64)  # numpy would convert a list of large integers to floats
-        return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, self.position], np.uint64)))
+
+def rng_of(key: Key) -> np.random.Generator:
+    """Return a Philox generator with the key (seed, epoch) and a counter that starts at the position."""
+    seed, epoch, position = key
+    words = np.array([seed, epoch], np.uint64)  # numpy would convert a list of large integers to floats
+    return np.random.Generator(np.random.Philox(key=words, counter=np.array([0, 0, 0, position], np.uint64)))
 
 
 def takes_rng(transform: Transform) -> bool:
@@ -88,7 +87,7 @@ def takes_rng(transform: Transform) -> bool:
 def apply(
     transform: Transform,
     samples: Sequence[Sample],
-    keys: Sequence[RngKey],
+    keys: Sequence[Key],
     numbers: Sequence[int],
     generator: str = "",
     *,
@@ -105,7 +104,7 @@ def apply(
     out, with_rng = [], takes_rng(transform)
     own = resolve_name(generator)() if generator else None
     for sample, key, number in zip(samples, keys, numbers, strict=True):
-        for_tensors, for_numpy, for_python = key.seeds()
+        for_tensors, for_numpy, for_python = seeds_of(key)
         if alone:
             np.random.seed(for_numpy >> 32)
             random.seed(for_python)
@@ -113,7 +112,7 @@ def apply(
             own.seed(for_tensors)
         try:
             with own or nullcontext():
-                result = transform(sample, key.rng()) if with_rng else transform(sample)
+                result = transform(sample, rng_of(key)) if with_rng else transform(sample)
         except BaseException as error:
             problem = f"the transform raised {type(error).__name__} on sample {number}: {message(error)}"
             raise TransformError(problem, "fix it, or have it return a default for such samples") from error
@@ -254,43 +253,22 @@ def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 # Arrays and tensors of this size are written to the columns of the batch by the worker that has made them.
 STACKED_BYTES = 1 << 13
 
-
-class Raw(NamedTuple):
-    """An array, or the bytes of a tensor and how to build it. Values of several samples are the rows of one."""
-
-    array: NDArray[Any]
-    build: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-
-    def value(self) -> Any:
-        """Return the array or the tensor."""
-        return self.array if self.build is None else self.build(self.array, *self.args)
-
-    def kind(self) -> tuple[Any, ...]:
-        """Return what the rows of parts of a column have in common."""
-        return self.array.shape[1:], self.array.dtype, self.build, self.args
-
-
-class TransformedPart(NamedTuple):
-    """The transformed samples of a part of a batch, pickled.
-
-    They have None for the fields of `builds`, whose values are in memory of the parent: the `build` and `args` of each.
-    """
-
-    samples: bytes
-    builds: Mapping[str, tuple[Any, ...]]
-
-
+# How to make a value of an array: () for the array itself, (function, *arguments) for a tensor, whose bytes it has. For
+# the rows of an array the function returns their tensors, stacked.
+Build = tuple[Any, ...]
+# The transformed samples of a part of a batch, pickled, with None for the values that are in memory of the parent; and
+# how to make these, by field.
+Part = tuple[bytes, Mapping[str, Build]]
 Allocate = Callable[[Sequence[tuple[str, tuple[int, ...], str]]], Sequence[NDArray[Any]]]
 
 
 def transform_samples(
     transform: Transform,
     columns: Mapping[str, Any],
-    labels: tuple[Sequence[RngKey], Sequence[int]],
+    labels: tuple[Sequence[Key], Sequence[int]],
     tensors: Tensors | None,
     allocate: Allocate,
-) -> TransformedPart:
+) -> Part:
     """Return the transformed samples of columns: the function of a worker.
 
     `labels`: `keys` and `numbers` of `apply`. `allocate` returns memory for the values of fields, each given with its
@@ -313,59 +291,68 @@ def transform_samples(
         problem = f"the result of the transform for one of {list(labels[1])[:4]}... cannot be sent between processes"
         remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use num_workers=0"
         raise TransformError(f"{problem} ({type(error).__name__}: {message(error)})", remedy) from error
-    wanted = [(name, values[0].array.shape, values[0].array.dtype.name) for name, values in large.items()]
+    wanted = [(name, arrays[0].shape, arrays[0].dtype.name) for name, (arrays, _) in large.items()]
     memory = allocate(wanted) if wanted else ()
-    for values, rows in zip(large.values(), memory, strict=True):
-        np.stack([value.array for value in values], out=rows)
-    return TransformedPart(samples, {name: values[0][1:] for name, values in large.items()})
+    for (arrays, _), rows in zip(large.values(), memory, strict=True):
+        np.stack(arrays, out=rows)
+    return samples, {name: build for name, (_, build) in large.items()}
 
 
-def _large_values(samples: Sequence[Sample], reduce: Callable[[Any], Any] | None) -> dict[str, list[Raw]]:
+def _large_values(
+    samples: Sequence[Sample], reduce: Callable[[Any], Any] | None
+) -> dict[str, tuple[list[NDArray[Any]], Build]]:
     """Return the values of the fields that have large arrays or tensors of one shape and dtype in all samples."""
     found = {}
     for name in samples[0]:
-        values: list[Raw] = []
+        arrays: list[NDArray[Any]] = []
+        kinds = set()
         for sample in samples:
-            raw = _raw(sample.get(name), reduce)
-            if raw is None or raw.array.nbytes < STACKED_BYTES:
+            array, build = _array_of(sample.get(name), reduce)
+            if array is None or array.nbytes < STACKED_BYTES:
                 break
-            values.append(raw)
-        if len(values) == len(samples) and len({(raw.array.shape, raw.array.dtype, *raw[1:]) for raw in values}) == 1:
-            found[name] = values
+            arrays.append(array)
+            kinds.add((array.shape, array.dtype, build))
+        if len(arrays) == len(samples) and len(kinds) == 1:
+            found[name] = arrays, build
     return found
 
 
-def _raw(value: Any, reduce: Callable[[Any], Any] | None) -> Raw | None:
+def _array_of(value: Any, reduce: Callable[[Any], Any] | None) -> tuple[NDArray[Any] | None, Build]:
+    """Return the array that a value is made of (None for other values than arrays and tensors), and how to make it."""
     if type(value) is np.ndarray:
-        return Raw(value) if value.dtype.isnative and _is_of_tensors(value.dtype) else None
+        return value if value.dtype.isnative and _is_of_tensors(value.dtype) else None, ()
     reduced = NotImplemented if reduce is None else reduce(value)
     if reduced is NotImplemented:
-        return None
-    build, (data, *args) = reduced
-    return Raw(data, build, tuple(args))
+        return None, ()
+    function, (array, *arguments) = reduced
+    return array, (function, *arguments)
+
+
+def _built(array: NDArray[Any], build: Build) -> Any:
+    return build[0](array, *build[1:]) if build else array
 
 
 def load_parts(
-    parts: Sequence[tuple[TransformedPart, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
+    parts: Sequence[tuple[Part, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return the samples of the parts of a batch, and the columns that are complete, for which the samples have None.
 
     Each part is given with the memory of its large values. `columns`: the memory of whole columns, of which that of a
     part is a view if its values have the same shape and dtype.
     """
-    stacked = [{name: Raw(memory[name], *build) for name, build in part.builds.items()} for part, memory in parts]
     complete = {}
     for name, column in columns.items():
-        kinds = {part[name].kind() if name in part else None for part in stacked}
-        whole = stacked[0].get(name, Raw(column))._replace(array=column)
-        if kinds == {whole.kind()}:
-            complete[name] = whole.value()
+        found = [(memory[name], builds[name]) for (_, builds), memory in parts if name in builds]
+        kinds = {(array.shape[1:], array.dtype, build) for array, build in found}
+        build = found[0][1] if found else ()
+        if len(found) == len(parts) and kinds == {(column.shape[1:], column.dtype, build)}:
+            complete[name] = _built(column, build)
     samples: list[Sample] = []
-    for (part, _), large in zip(parts, stacked, strict=True):
-        own = pickle.loads(part.samples)
-        for name, raw in large.items():
-            for sample, row in zip(own, raw.array, strict=True) if name not in complete else ():
-                sample[name] = raw._replace(array=row).value()
+    for (data, builds), memory in parts:
+        own = pickle.loads(data)
+        for name, build in builds.items():
+            for sample, row in zip(own, memory[name], strict=True) if name not in complete else ():
+                sample[name] = _built(row, build)
         samples += own
     return samples, complete
 
