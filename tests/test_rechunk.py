@@ -13,7 +13,6 @@ from zarr_stores import PLAIN, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.conversion.sources import zarr as zarr_source
 from streamloader.conversion.sources.zarr import Member, read_members
 from streamloader.storage import open_store
 from streamloader.zarr.metadata import read_group
@@ -243,10 +242,8 @@ def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_pat
     assert {row.tobytes() for row in a["z_500"]} == {row.tobytes() for row in b["z_500"]}
 
 
-@pytest.mark.parametrize("piece", [1 << 20, 400])
-def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(piece, tmp_path, monkeypatch):
-    """With pieces of 400 bytes, rows between which others are left out are read in boxes of one chunk."""
-    monkeypatch.setattr(zarr_source, "PIECE_BYTES", piece)
+def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(tmp_path, monkeypatch):
+    """Also of rows between which others are left out."""
     values = np.arange(30.0 * 3 * 6).reshape(30, 3, 6)
     zarr.create_array(tmp_path / "z", data=values, chunks=(5, 3, 4), dimension_names=["time", "level", "x"])
     store, fetched, fetch = open_store(str(tmp_path / "z")), [], ArrayReader.fetch
@@ -264,7 +261,6 @@ def test_rows_that_are_left_out_take_little_memory(tmp_path):
     """Chunks have all rows of a few columns: the rows between two would be the whole array, 256 MiB."""
     script = """
 import resource, sys, numpy as np, zarr
-from streamloader.conversion.sources import zarr as zarr_source
 from streamloader.conversion.sources.zarr import Member, read_members
 from streamloader.zarr.metadata import read_group
 from streamloader.storage import open_store

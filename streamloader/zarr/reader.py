@@ -33,11 +33,24 @@ _MAYBE_MISSING = (NotFoundError, errors.AccessError, MissingObjectError)
 
 
 class Target(NamedTuple):
-    """An array to write elements to, and its `first` element. `affine`: the (mean, std) by which they are scaled."""
+    """An array to write elements to, and its `first` element. `affine`: the (mean, std) by which they are scaled.
+
+    `rows`: the elements along the dimension `axis`, ascending, if they are not contiguous.
+    """
 
     out: NDArray[Any]
     first: Place
     affine: tuple[float, float] | None = None
+    rows: NDArray[np.int64] | None = None
+    axis: int = 0
+
+    def places(self, chunks: Place) -> Iterable[Place]:
+        """Return the places of the chunks of these sizes that have some of the elements."""
+        bounds = zip(self.first, self.out.shape, chunks, strict=True)
+        along: list[Iterable[int]] = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
+        if self.rows is not None:
+            along[self.axis] = np.unique(self.rows // chunks[self.axis]).tolist()
+        return product(*along)
 
 
 class StoredChunk(NamedTuple):
@@ -238,9 +251,8 @@ class ArrayReader:
 
             reread(attempt)
 
-        ends = [tuple(a + n for a, n in zip(target.first, target.out.shape, strict=True)) for target in targets]
-        boxes = [(target.first, end) for target, end in zip(targets, ends, strict=True)]
-        run_all(load, self.runs(self.places(boxes)), READ_THREADS)
+        places = dict.fromkeys(place for target in targets for place in target.places(self.array.chunks))
+        run_all(load, self.runs(list(places)), READ_THREADS)
 
     def decode_into(
         self,
@@ -258,14 +270,14 @@ class ArrayReader:
         a target. Raises as `decode`.
         """
         first = [at * size for at, size in zip(chunk.place, self.array.chunks, strict=True)]
-        inside = [self._overlap(first, target.out, target.first) for target in targets]
+        inside = [self._overlap(first, target) for target in targets]
         one, codec = inside[0][0], self.codec
         like_chunk = (one.shape, one.dtype) == (codec.shape, codec.dtype) and one.flags.c_contiguous
         out = direct = one if like_chunk and codec.plain and unpacking is None and len(targets) == 1 else None
         if out is None and self.codec.plain and allocate is not None:
             out = np.frombuffer(allocate(self.array.chunk_bytes), self.codec.dtype).reshape(self.codec.shape)
         values = self.decode(run, chunk, body, out)
-        for (target, part), (_, _, affine) in zip(inside, targets, strict=True):
+        for (target, part), affine in zip(inside, (each.affine for each in targets), strict=True):
             if not target.size:
                 continue
             if values is None:
@@ -282,13 +294,18 @@ class ArrayReader:
                 np.divide(target, affine[1], out=target)
         return values is not None
 
-    def _overlap(self, first: Sequence[int], out: NDArray[Any], low: Place) -> tuple[NDArray[Any], tuple[Any, ...]]:
+    def _overlap(self, first: Sequence[int], target: Target) -> tuple[NDArray[Any], tuple[Any, ...]]:
         """Return the part of a target that the chunk beginning at `first` overlaps, and where that is in the chunk."""
-        # the ellipsis makes views of arrays without dimensions too: without it, they are indexed to a copy
-        bounds = list(zip(first, self.array.chunks, low, out.shape, strict=True))
+        bounds = list(zip(first, self.array.chunks, target.first, target.out.shape, strict=True))
         spans = [(max(a, o), max(a, o, min(a + size, o + count))) for a, size, o, count in bounds]
-        at: tuple[Any, ...] = (*(slice(a - o, b - o) for (a, b), o in zip(spans, low, strict=True)), ...)
-        return out[at], (*(slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True)), ...)
+        at: list[Any] = [slice(a - o, b - o) for (a, b), o in zip(spans, target.first, strict=True)]
+        part: list[Any] = [slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True)]
+        if target.rows is not None:
+            begin, size = first[target.axis], self.array.chunks[target.axis]
+            i, j = np.searchsorted(target.rows, (begin, begin + size)).tolist()
+            at[target.axis], part[target.axis] = slice(i, j), target.rows[i:j] - begin
+        # the ellipsis makes views of arrays without dimensions too: without it, they are indexed to a copy
+        return target.out[(*at, ...)], (*part, ...)
 
     def _index(self, shards: ShardIndex, shard: Place) -> Index:
         """Return the index of a shard; all chunks are missing if the shard does not exist."""

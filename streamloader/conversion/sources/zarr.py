@@ -10,11 +10,10 @@ the sample axis, are stored beside the fields (SPEC.md, section 15): the dataset
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -248,7 +247,6 @@ def _load(reader: FieldReader, out: NDArray[Any] | None, run: Run) -> list[Place
 
 
 _COORDINATE = re.compile("@[^=]*=")  # in `z@level=500`, which becomes `z_500`
-PIECE_BYTES = 64 << 20  # decoded bytes of the rows that are read at once, unless those of one chunk are more
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,80 +262,38 @@ class Member:
     axis: int = 0
 
     @cached_property
-    def axes(self) -> list[tuple[str, int, int]]:
-        """The name, the length and the chunk of each dimension: that of the rows first, as in a field."""
-        axes = list(zip(self.array.dims, self.array.shape, self.array.chunks, strict=True))
+    def axes(self) -> list[tuple[str, int]]:
+        """The name and the length of each dimension: that of the rows first, as in a field."""
+        axes = list(zip(self.array.dims, self.array.shape, strict=True))
         return [axes.pop(self.axis), *axes]
-
-    @property
-    def inner(self) -> tuple[int, ...]:
-        """The lengths of the other dimensions."""
-        return tuple(length for _, length, _ in self.axes[1:])
 
     def field(self, name: str) -> Field:
         """Return the type of one of the fields."""
-        inner = [length for dim, length, _ in self.axes[1:] if dim not in self.picks[name]]
+        inner = [length for dim, length in self.axes[1:] if dim not in self.picks[name]]
         return Field("tensor", self.array.dtype.name if self.unpacking is None else self.unpacking.dtype, tuple(inner))
 
     def read(self, store: Store, rows: NDArray[np.int64], into: arrays.Into) -> None:
-        """Read ascending rows of every field; lists are extended by UTF-8 texts or bytes.
+        """Read ascending rows of every field; lists are extended by UTF-8 texts or bytes. Each chunk is read once."""
+        if not len(rows):
+            return
+        dtype = self.array.values.dtype.newbyteorder("=")
+        found = {name: np.empty(len(rows), dtype) if isinstance(c, list) else c for name, c in into.items()}
+        targets = [self._target(name, out, rows) for name, out in found.items()]
+        ArrayReader(store, self.array).read_into(targets, self.unpacking)
+        for name, column in into.items():
+            if isinstance(column, list):
+                items = found[name].tolist()
+                column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
 
-        Each chunk is read once, in pieces of neighbouring chunks of up to `PIECE_BYTES`.
-        """
-        reader, chunk = ArrayReader(store, self.array), self.axes[0][2]
-        number, row_bytes = rows // chunk, prod(self.inner) * self.array.values.dtype.itemsize
-        steps, most = np.diff(number), max(1, PIECE_BYTES // (max(1, row_bytes) * chunk))
-        cuts = np.flatnonzero((steps > 1) | ((steps == 1) & (number[1:] % most == 0))) + 1
-        for low, high in pairwise([0, *cuts.tolist(), len(rows)] if len(rows) else []):
-            dtype = self.array.values.dtype.newbyteorder("=")
-            piece = {n: np.empty(high - low, dtype) if isinstance(c, list) else c[low:high] for n, c in into.items()}
-            self._read_piece(reader, rows[low:high], piece)
-            for name, column in into.items():
-                if isinstance(column, list):
-                    items = piece[name].tolist()
-                    column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
-
-    def _read_piece(self, reader: ArrayReader, rows: NDArray[np.int64], into: Mapping[str, NDArray[Any]]) -> None:
-        """Read rows of neighbouring chunks. If some are left out, in boxes of about `PIECE_BYTES` with all rows."""
-        first, count = int(rows[0]), int(rows[-1] - rows[0]) + 1
-        dense, inner = count == len(rows), self.inner
-        for low, high in [((0,) * len(inner), inner)] if dense else self._boxes(count):
-            found: dict[str, tuple[tuple[slice, ...], NDArray[Any]]] = {}
-            targets = []
-            for name, column in into.items():
-                part = self._part(name, low, high)
-                if part is None:
-                    continue
-                out = column if dense else np.empty((count, *(each.stop - each.start for each in part)), column.dtype)
-                found[name] = part, out
-                picks = self.picks[name]
-                origin = [picks.get(dim, at) for (dim, *_), at in zip(self.axes[1:], low, strict=True)]
-                origin.insert(self.axis, first)
-                picked = tuple(n for n, (dim, *_) in enumerate(self.axes) if n and dim in picks)
-                targets.append(Target(np.moveaxis(np.expand_dims(out, picked), 0, self.axis), tuple(origin)))
-            reader.read_into(targets, self.unpacking)
-            for name, (part, out) in found.items() if not dense else ():
-                into[name][(slice(None), *part)] = out[rows - first]
-
-    def _part(self, name: str, low: Sequence[int], high: Sequence[int]) -> tuple[slice, ...] | None:
-        """Return the part of a field inside a box of the inner dimensions, None if its slice is outside."""
-        part = []
-        for (dim, *_), a, b in zip(self.axes[1:], low, high, strict=True):
-            pick = self.picks[name].get(dim)
-            if pick is None:
-                part.append(slice(a, b))
-            elif not a <= pick < b:
-                return None
-        return tuple(part)
-
-    def _boxes(self, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield boxes [low, high) of whole chunks of the inner dimensions, of which `count` rows fit into a piece."""
-        steps = list(self.inner)
-        for axis, (*_, chunk) in enumerate(self.axes[1:]):
-            if count * prod(steps) * self.array.values.dtype.itemsize > PIECE_BYTES:
-                steps[axis] = chunk
-        for low in product(*(range(0, n, step) for n, step in zip(self.inner, steps, strict=True))):
-            yield low, tuple(min(a + step, n) for a, step, n in zip(low, steps, self.inner, strict=True))
+    def _target(self, name: str, out: NDArray[Any], rows: NDArray[np.int64]) -> Target:
+        """Return what `out`, the rows of a field, is of the array."""
+        picks, first = self.picks[name], int(rows[0])
+        origin = [picks.get(dim, 0) for dim, _ in self.axes[1:]]
+        origin.insert(self.axis, first)
+        picked = tuple(n for n, (dim, _) in enumerate(self.axes) if n and dim in picks)
+        part = np.moveaxis(np.expand_dims(out, picked), 0, self.axis)
+        dense = int(rows[-1]) - first + 1 == len(rows)
+        return Target(part, tuple(origin), rows=None if dense else rows, axis=self.axis)
 
 
 def read_members(store: Store, members: Sequence[Member], rows: NDArray[np.int64], into: arrays.Into) -> None:
