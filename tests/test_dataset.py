@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader import errors
-from streamloader.format import lengths
+from streamloader.format import tables
 from streamloader.format.dataset import Dataset
 from streamloader.format.dataset import open as open_dataset
 from streamloader.format.manifest import Field
@@ -90,7 +90,7 @@ def test_a_dataset_has_length_fields_url_digest_and_repr():
 
 @pytest.mark.parametrize("pages", [1, 256])
 def test_lengths_are_those_of_the_samples_in_rows_or_bytes(pages, monkeypatch):
-    monkeypatch.setattr(lengths, "PAGES", pages)
+    monkeypatch.setattr(tables, "PAGES", pages)
     assert {name for name, field in ALL_KINDS.items() if not field.fixed} == set(DATASET.manifest.lengths)
     for name in DATASET.manifest.lengths:
         wanted = [len(one.encode() if isinstance(one, str) else one) for one in COLUMNS[name]]

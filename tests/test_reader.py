@@ -25,11 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader import errors
-from streamloader.format.chunk_table import encode_pages, rows_per_page
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin, read_manifest
 from streamloader.format.opening import open_root
 from streamloader.format.publish import begin, job_document
 from streamloader.format.reader import FieldReader
+from streamloader.format.tables import encode_pages, rows_per_page
 from streamloader.options import Layout
 from streamloader.storage.buffers import LRUCache
 

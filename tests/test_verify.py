@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import streamloader as sl
-from streamloader.format import chunk_table
-from streamloader.format.chunk_table import encode_pages
+from streamloader.format import tables
 from streamloader.format.codecs import index_size
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.opening import open_root
 from streamloader.format.publish import finish, read_receipts, write_split_root
+from streamloader.format.tables import encode_pages
 from streamloader.maintenance.verify import MAX_PROBLEMS, Problem, Problems, rows_of
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
@@ -295,7 +295,7 @@ def test_a_damaged_page_of_a_table_is_named_and_the_shards_are_read_by_their_own
 
 
 def test_a_table_of_many_pages_is_checked_page_by_page_and_as_a_whole(monkeypatch):
-    monkeypatch.setattr(chunk_table, "PAGE_BYTES", 1)  # a page for each shard
+    monkeypatch.setattr(tables, "PAGE_BYTES", 1)  # a page for each shard
     kinds = {"blob": KINDS["blob"]}
     objects = written(columns_of(kinds, COUNT), kinds)
     page, other = (f"_streamloader/chunks/blob/c/{i}/0/0" for i in (1, 3))

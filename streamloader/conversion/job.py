@@ -30,9 +30,9 @@ from streamloader.conversion.transforms import Mapper, Recode, map_source, recod
 from streamloader.format import publish
 from streamloader.format.codecs import Column, column_size, encode_chunk, measure_codec
 from streamloader.format.geometry import Geometry, choose_layouts, settle
-from streamloader.format.lengths import page_path
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names
 from streamloader.format.opening import ROOT, open_root, read_job, read_lines
+from streamloader.format.tables import lengths_path
 from streamloader.options import Layout, Option, is_whole
 from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.process import cpu_count
@@ -569,7 +569,7 @@ class SplitRun:
         """Delete the shards at the end that are no longer needed without the bad samples."""
         bulk = {name: layout for name, layout in self._base.geometry.layouts.items() if not layout.resident}
         for shard in range(self.plan.num_shards, self._base.num_shards):
-            paths = [path(name, shard) for name, layout in bulk.items() for path in (layout.shard_key, page_path)]
+            paths = [path(name, shard) for name, layout in bulk.items() for path in (layout.shard_key, lengths_path)]
             self.store.delete([*paths, f"{publish.PARTS}/{shard}", publish.receipt_path(shard)])
 
     def _settle(self) -> None:

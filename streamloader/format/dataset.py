@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Items
-from streamloader.format.lengths import LengthTable
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.metadata import field_document
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
+from streamloader.format.tables import LengthTable
 from streamloader.format.values import from_bytes
 from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache

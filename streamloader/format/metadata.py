@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.format.chunk_table import rows_per_page, table_path
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
-from streamloader.format.lengths import LENGTHS
 from streamloader.format.manifest import FORMAT, VERSION, Field, FieldLayout, Manifest, tables_path
+from streamloader.format.tables import LENGTHS, rows_per_page, table_path
 
 Document = dict[str, Any]
 

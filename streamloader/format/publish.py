@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.format import chunk_table, codecs, lengths, opening
+from streamloader.format import codecs, opening, tables
 from streamloader.format.geometry import Geometry, order_pin, settle
 from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_path, read_manifest, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
@@ -399,8 +399,8 @@ def prepare_shard(
         if layout.can_have_lengths and (extension is None or extension.has_lengths(name)):
             with suppress(errors.FormatError):  # the existing page is damaged: the new version leaves the table out
                 page = _page_lengths(store, column, tail)
-                objects[lengths.page_path(name, index)] = [lengths.encode_page(page, layout)]
-                digest = lengths.page_digest(page)
+                objects[tables.lengths_path(name, index)] = [tables.encode_lengths(page, layout)]
+                digest = tables.lengths_digest(page)
         if isinstance(column, list):
             column = column.copy()  # encoding empties the list, and the caller may still use it
         encoded = _encode(store, layout, column, tail)
@@ -528,7 +528,7 @@ def plan_extension(store: Store, base: Manifest, added: int) -> Extension:
     for name, layout in base.fields.items():
         shard, samples = divmod(base.num_samples, layout.shard)
         if samples:
-            entries = chunk_table.ChunkTable(store, base, name).entries(shard, samples)
+            entries = tables.ChunkTable(store, base, name).entries(shard, samples)
             tails[name] = Tail(base, name, layout, shard, samples, entries)
     return Extension(base, added, tails)
 
@@ -550,8 +550,8 @@ def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail
 
 def _page_lengths(store: Store, column: codecs.Column, tail: Tail | None) -> NDArray[np.integer]:
     """Return the lengths of the samples of a shard: of `column`, after those of `tail` if the shard exists."""
-    old = [] if tail is None else [lengths.LengthTable(store, tail.base, tail.name).shard(tail.shard)]
-    return np.concatenate([*old, lengths.lengths_of(column)])
+    old = [] if tail is None else [tables.LengthTable(store, tail.base, tail.name).shard(tail.shard)]
+    return np.concatenate([*old, tables.lengths_of(column)])
 
 
 def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
@@ -619,19 +619,19 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
     bulk = {name for receipt in receipts.values() for name in receipt.fields}
     written = {name: {shard: receipt.fields[name] for shard, receipt in receipts.items()} for name in bulk}
     written |= _gather(store, extension, receipts)
-    tables: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name, layout in base.fields.items():
         entries = np.zeros((layout.num_shards(extension.num_samples), layout.chunks_per_shard, 2), np.uint32)
-        before = chunk_table.ChunkTable(store, base, name).read()
+        before = tables.ChunkTable(store, base, name).read()
         entries[: len(before)] = before
         for shard, receipt in written[name].items():
             entries[shard] = receipt.entries
-        pages = enumerate(chunk_table.encode_pages(entries, chunk_table.rows_per_page(layout, extension.num_samples)))
-        objects = [(chunk_table.page_path(name, number, generation), page) for number, page in pages]
+        pages = enumerate(tables.encode_pages(entries, tables.rows_per_page(layout, extension.num_samples)))
+        objects = [(tables.page_path(name, number, generation), page) for number, page in pages]
         run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
-        tables[name] = chunk_table.table_digest(entries)
+        hashes[name] = tables.table_digest(entries)
     layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
-    manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
+    manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=hashes, generation=generation)
     digests = {name: _lengths_digest(store, extension, name, written[name]) for name in base.fields}
     return replace(manifest, lengths={name: digest for name, digest in digests.items() if digest})
 
@@ -648,11 +648,11 @@ def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapp
     old: list[str] = []
     if base.num_samples:
         try:
-            old = lengths.LengthTable(store, base, name).page_digests()
+            old = tables.LengthTable(store, base, name).page_digests()
         except errors.FormatError:  # a table that does not match its manifest is not extended
             return ""
     pages = dict(enumerate(old)) | new  # the last old one may be written again
-    return lengths.table_digest(pages[shard] for shard in sorted(pages))
+    return tables.digest_of_pages(pages[shard] for shard in sorted(pages))
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:
@@ -814,16 +814,16 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
             if info is None or info.size != tail.size:  # an append always makes it larger
                 store.put(path, [read_tail(store, tail)[0], codecs.encode_index(tail.entries, tail.skips)])
         numbers = range(layout.num_shards(base.num_samples))
-        keep = {path(name, shard) for shard in numbers for path in (layout.shard_key, lengths.page_path)}
-        folders = f"{name}/c", f"{lengths.LENGTHS}/{name}/c"
+        keep = {path(name, shard) for shard in numbers for path in (layout.shard_key, tables.lengths_path)}
+        folders = f"{name}/c", f"{tables.LENGTHS}/{name}/c"
         store.delete([info.path for folder in folders for info in store.list(folder) if info.path not in keep])
         if tail and name in base.lengths:
             with suppress(errors.FormatError):  # a damaged page was not rewritten
-                page = lengths.LengthTable(store, base, name).shard(tail.shard)
-                store.put(lengths.page_path(name, tail.shard), lengths.encode_page(page, layout))
+                page = tables.LengthTable(store, base, name).shard(tail.shard)
+                store.put(tables.lengths_path(name, tail.shard), tables.encode_lengths(page, layout))
     documents = dataset_documents(base)
     for name in base.fields:
-        for node in {name, f"{lengths.LENGTHS}/{name}"} & documents.keys():
+        for node in {name, f"{tables.LENGTHS}/{name}"} & documents.keys():
             store.put(f"{node}/{ROOT}", to_bytes(documents[node]))
     if split:
         store.put(ROOT, to_bytes(documents[""]))

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, DecodeError, FieldError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format import codecs
-from streamloader.format.chunk_table import ChunkTable
 from streamloader.format.codecs import CRC_BYTES, Column, Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
+from streamloader.format.tables import ChunkTable
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.objects import cut_runs

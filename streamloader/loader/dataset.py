@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import FieldError, MixtureError
-from streamloader.format.lengths import LengthTable
+from streamloader.format.tables import LengthTable
 from streamloader.loader.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.loader.base import Loader
 from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole

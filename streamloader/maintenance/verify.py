@@ -28,11 +28,8 @@ from streamloader.conversion.sources.base import BadSample, RowSource
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
 from streamloader.errors import FieldError, FormatError, NotFoundError, UsageError
-from streamloader.format import opening
-from streamloader.format.chunk_table import ChunkTable, page_path, rows_per_page, table_path
+from streamloader.format import opening, tables
 from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size
-from streamloader.format.lengths import LENGTHS, LengthTable, page_digest
-from streamloader.format.lengths import page_path as lengths_page_path
 from streamloader.format.manifest import NAME, TABLES, Manifest, parse_json, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
@@ -324,26 +321,27 @@ class DatasetView:
 
     def owns(self, path: str) -> bool:
         """Return whether the manifest lists the object at `path`, or it belongs to the table of an earlier version."""
-        manifest, tables = self.manifest, tables_path(self.manifest.generation)
+        manifest, chunk_tables = self.manifest, tables_path(self.manifest.generation)
         if path.startswith(f"{ARRAYS}/") and "beside" in manifest.provenance:
             return True
         earlier = _TABLES.match(path)
         if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
             return True
         folder, _, name = path.rpartition("/")
-        within = f"{LENGTHS if path.startswith(LENGTHS) else tables}/"
+        within = f"{tables.LENGTHS if path.startswith(tables.LENGTHS) else chunk_tables}/"
         if name == ROOT:
-            return folder in ("", INTERNAL, tables, LENGTHS) or folder.removeprefix(within) in manifest.fields
+            groups = ("", INTERNAL, chunk_tables, tables.LENGTHS)
+            return folder in groups or folder.removeprefix(within) in manifest.fields
         match = _NUMBERED.fullmatch(path.removeprefix(within))
         if match is None or match["name"] not in manifest.fields:
             return False
         field, number = match["name"], int(match["number"])
         layout = manifest.fields[field]
         shards = layout.num_shards(manifest.num_samples)
-        pages = -(-shards // rows_per_page(layout, manifest.num_samples))
-        if path in (layout.shard_key(field, number), lengths_page_path(field, number)):
+        pages = -(-shards // tables.rows_per_page(layout, manifest.num_samples))
+        if path in (layout.shard_key(field, number), tables.lengths_path(field, number)):
             return number < shards  # an append or a resumed conversion may leave pages of lengths without a table
-        return number < pages and path == page_path(field, number, manifest.generation)
+        return number < pages and path == tables.page_path(field, number, manifest.generation)
 
 
 def check_arrays(view: DatasetView) -> None:
@@ -451,24 +449,25 @@ class FieldCheck:
         self.view, self.name = view, name
         self.layout, self._num_samples = view.manifest.fields[name], view.manifest.num_samples
         self.num_shards = self.layout.num_shards(self._num_samples)
-        self._rows = rows_per_page(self.layout, self._num_samples)
-        self._table = ChunkTable(view.store, view.manifest, name)
+        self._rows = tables.rows_per_page(self.layout, self._num_samples)
+        self._table = tables.ChunkTable(view.store, view.manifest, name)
         self._reader = FieldReader(view.store, view.manifest, name)
         self._damaged: set[int] = set()  # pages of the table
         # the bytes of each shard
         self._stored, self._decoded = dict[int, int](), dict[int, int]()
-        self._lengths, self._pages = LengthTable(view.store, view.manifest, name), dict[int, str]()
+        self._lengths, self._pages = tables.LengthTable(view.store, view.manifest, name), dict[int, str]()
 
     def check_table(self) -> None:
         """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
         manifest, digest = self.view.manifest, hashlib.sha256()
-        self._table, self._damaged = ChunkTable(self.view.store, manifest, self.name), set()  # it remembers damage
+        self._table = tables.ChunkTable(self.view.store, manifest, self.name)  # the one before remembers damage
+        self._damaged = set()
         pages = range(-(-self.num_shards // self._rows))
         for page in pages:
             if self.view.problems.full:
                 return
             first, stop = page * self._rows, min((page + 1) * self._rows, self.num_shards)
-            path = page_path(self.name, page, manifest.generation)
+            path = tables.page_path(self.name, page, manifest.generation)
             try:
                 for shard in range(first, stop):
                     low, high = self._samples(shard, shard + 1)
@@ -477,7 +476,7 @@ class FieldCheck:
                 self._add(error.problem, path, self._samples(first, stop))
                 self._damaged.add(page)
         if not self._damaged and digest.hexdigest() != manifest.tables[self.name]:
-            path = table_path(self.name, manifest.generation)
+            path = tables.table_path(self.name, manifest.generation)
             problem = f"the chunk table {self._url(path)} is intact, but does not match the manifest"
             self.view.add(f"{problem}: its SHA-256 is {digest.hexdigest()}", path, self.name)
             self._damaged.update(pages)
@@ -495,9 +494,9 @@ class FieldCheck:
         if self.name in self.view.manifest.lengths:
             try:
                 lengths = self._lengths.shard(number)
-                self._pages[number] = page_digest(lengths)
+                self._pages[number] = tables.lengths_digest(lengths)
             except FormatError as error:
-                self._add(error.problem, lengths_page_path(self.name, number), samples)
+                self._add(error.problem, tables.lengths_path(self.name, number), samples)
         shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
         if shard is None:
             problem = f"the index of {self._url(path)} and the chunk table are damaged: its chunks cannot be located"
@@ -528,7 +527,7 @@ class FieldCheck:
             try:
                 self._lengths.check(digest for _, digest in sorted(self._pages.items()))
             except errors.ModifiedError as error:
-                self.view.add(error.problem, f"{LENGTHS}/{self.name}", self.name)
+                self.view.add(error.problem, f"{tables.LENGTHS}/{self.name}", self.name)
 
     def _url(self, path: str) -> str:
         return f"{self.view.store.url}/{path}"
@@ -650,7 +649,7 @@ class FieldCheck:
 
     def _compare_lengths(self, run: Run, placed: Sequence[Placed], lengths: NDArray[np.uint32]) -> None:
         """Report the first sample of each chunk that differs in size from `lengths`, those of the run's samples."""
-        path = lengths_page_path(self.name, run.shard)
+        path = tables.lengths_path(self.name, run.shard)
         for row, items in placed:
             sizes = items.stops - items.starts
             for i in np.flatnonzero(lengths[row : row + len(sizes)] != sizes)[:1].tolist():

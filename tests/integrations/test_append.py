@@ -19,7 +19,6 @@ import streamloader as sl
 from streamloader.errors import DestinationError, FieldError, SourceError, UsageError
 from streamloader.format import manifest
 from streamloader.format.codecs import index_size
-from streamloader.format.lengths import LENGTHS, page_path
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
     CLAIM,
@@ -31,6 +30,7 @@ from streamloader.format.publish import (
     publish,
     undo_extension,
 )
+from streamloader.format.tables import LENGTHS, lengths_path
 from streamloader.format.values import to_columns
 from streamloader.maintenance import append as append_module
 from streamloader.maintenance.append import abandon
@@ -535,8 +535,8 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp
 def test_a_damaged_table_of_lengths_is_left_out_of_the_new_version(shard, harm, tmp_path):
     url, name = tmp_path / "data", "raw"
     base = written(url, 21, replace(SMALL, samples_per_shard=16))
-    page = url / page_path(name, shard)
-    good, other = page.read_bytes(), (url / page_path("t", shard)).read_bytes()
+    page = url / lengths_path(name, shard)
+    good, other = page.read_bytes(), (url / lengths_path("t", shard)).read_bytes()
     damaged = {"flipped": good[:-1] + bytes([good[-1] ^ 1]), "other": other, "missing": None}[harm]
     page.unlink() if damaged is None else page.write_bytes(damaged)
     before = contents(url)

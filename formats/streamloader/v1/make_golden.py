@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 from golden_values import DATASETS, Fields
 
-from streamloader.format.chunk_table import encode_pages, rows_per_page, table_digest, table_path
 from streamloader.format.codecs import column_size, encode_shard
-from streamloader.format.lengths import encode_page, lengths_of, page_path
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
@@ -32,6 +30,15 @@ from streamloader.format.publish import (
     prepare_shard,
     publish,
     write_split_root,
+)
+from streamloader.format.tables import (
+    encode_lengths,
+    encode_pages,
+    lengths_of,
+    lengths_path,
+    rows_per_page,
+    table_digest,
+    table_path,
 )
 from streamloader.format.values import to_columns
 from streamloader.storage import open_store
@@ -152,7 +159,7 @@ def write_lengths(store: Store, layouts: dict[str, FieldLayout], lengths: dict[s
             pages = []
             for i in range(layout.num_shards(len(lengths[name]))):
                 page = lengths[name][i * layout.shard : (i + 1) * layout.shard]
-                store.put(page_path(name, i), encode_page(page, layout))
+                store.put(lengths_path(name, i), encode_lengths(page, layout))
                 pages.append(hashlib.sha256(page.astype("<u4").tobytes()).digest())
             hashes[name] = hashlib.sha256(b"".join(pages)).hexdigest()
     return hashes

@@ -1,27 +1,34 @@
-"""The chunk table of a field: the stored size and checksum of each inner chunk, read page by page.
+"""The tables of a dataset, read page by page: the chunk table of each field, and the lengths of its samples.
 
-`_streamloader/chunks/<field>` is a Zarr v3 array, u4 (shards, chunks, 2), with the codecs `bytes` and `crc32c`. Its
-Zarr chunks are the pages: a page covers several whole shards. Readers plan exact ranges from the table, so they need no
-index request for each shard.
+`_streamloader/chunks/<field>` is a Zarr v3 array, u4 (shards, chunks, 2), with the codecs `bytes` and `crc32c`: the
+stored size and checksum of each inner chunk. Its Zarr chunks are the pages: a page covers several whole shards. Readers
+plan exact ranges from the table, so they need no index request for each shard.
+
+`_streamloader/lengths/<field>` of a variable-length field is a Zarr v3 array, u4 (samples), with the codecs `bytes`,
+`zstd` and `crc32c`: the bytes of every sample, one page for each shard. A page is written with its shard. An append
+writes the page of the last shard again with more lengths, so readers of an earlier version, which use only the lengths
+of their samples, can still read it.
 """
 
 import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import crc32c
 import numpy as np
+from numcodecs import zstd
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.format.codecs import CRC_BYTES, with_checksum
+from streamloader.format.codecs import CRC_BYTES, ZSTD_LEVEL, Column, decompress_exactly, with_checksum
 from streamloader.format.manifest import FieldLayout, Manifest, tables_path
 from streamloader.format.opening import reread
+from streamloader.options import MIB
 from streamloader.storage.buffers import LRUCache
-from streamloader.storage.process import wait_for
+from streamloader.storage.process import run_all, wait_for
 from streamloader.storage.store import Store
 
 PAGE_BYTES = 1 << 20
@@ -171,21 +178,11 @@ class ChunkTable:
         page.loads += 1
 
     def _load(self, number: int) -> NDArray[np.uint32]:
-        url, path = self._url(number), page_path(self._name, number, self._manifest.generation)
-        size = self._page_bytes
-        try:
-            data = self._store.get_range(path, 0, size + CRC_BYTES + 1)  # the extra byte detects a longer object
-        except errors.NotFoundError as error:
-            raise errors.MissingObjectError(f"the chunk table {url} is missing", "convert the dataset again") from error
-        if len(data) != size + CRC_BYTES:
-            problem = f"the chunk table {url} has {len(data)} bytes, expected {size + CRC_BYTES}"
-            raise errors.CorruptError(problem, "copy or convert the dataset again")
-        if crc32c.crc32c(data[:size]) != int.from_bytes(data[size:], "little"):
-            problem = f"the checksum of the chunk table {url} does not match"
-            raise errors.CorruptError(problem, "copy or convert the dataset again")
-        page = np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._page_shape)
+        path, size = page_path(self._name, number, self._manifest.generation), self._page_bytes
+        data = _get_page(self._store, path, "chunk table", size, exact=True)
+        page = np.frombuffer(data, "<u4").astype(np.uint32).reshape(self._page_shape)
         if self._num_pages == 1:
-            self._check_digest(page[: self._shards], url)
+            self._check_digest(page[: self._shards], self._url(number))
         return page
 
     def _check_digest(self, table: NDArray[np.uint32], url: str) -> None:
@@ -195,3 +192,110 @@ class ChunkTable:
 
     def _url(self, number: int) -> str:
         return f"{self._store.url}/{page_path(self._name, number, self._manifest.generation)}"
+
+
+LENGTHS = "_streamloader/lengths"
+THREADS = 16
+PAGES = 256  # read at once
+READ_BYTES = 64 * MIB  # of the pages that are read at once, unless one page is larger
+
+
+def lengths_path(name: str, shard: int) -> str:
+    """Return the path of the page of a shard, relative to the dataset."""
+    return f"{LENGTHS}/{name}/c/{shard}"
+
+
+def lengths_of(column: Column) -> NDArray[np.int64]:
+    """Return the length in bytes of each item of a variable-length column."""
+    return np.fromiter(map(len, column), np.int64, len(column))
+
+
+def encode_lengths(lengths: NDArray[np.integer], layout: FieldLayout) -> bytes:
+    """Return the stored page of a shard with these lengths, padded with zeros. The same lengths give the same bytes."""
+    page = np.zeros(layout.shard, "<u4")
+    page[: len(lengths)] = lengths
+    return with_checksum(bytes(zstd.compress(page, ZSTD_LEVEL)))
+
+
+def lengths_digest(lengths: NDArray[np.integer]) -> str:
+    """Return the SHA-256 of the lengths of a shard's samples."""
+    return hashlib.sha256(np.ascontiguousarray(lengths, "<u4").data).hexdigest()
+
+
+def digest_of_pages(pages: Iterable[str]) -> str:
+    """Return the SHA-256 of a table of lengths: that of the SHA-256s of its pages, as bytes."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, pages))).hexdigest()
+
+
+class LengthTable:
+    """Reads the table of lengths of one field, of the version `manifest`; thread-safe, keeps nothing."""
+
+    def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
+        self._store, self._name, self._layout = store, name, manifest.fields[name]
+        self._num_samples, self._sha256 = manifest.num_samples, manifest.lengths.get(name)
+
+    def shard(self, index: int) -> NDArray[np.uint32]:
+        """Return the lengths in bytes of the samples of a shard, uint32 (samples).
+
+        Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
+        """
+        return reread(partial(self._load, index))
+
+    def read(self) -> NDArray[np.int64]:
+        """Return the length in bytes of every sample, int64 (samples). Raises as `page_digests`."""
+        lengths = np.empty(self._num_samples, np.int64)
+        self.page_digests(lengths)
+        return lengths
+
+    def page_digests(self, out: NDArray[np.int64] | None = None) -> list[str]:
+        """Return the SHA-256 of each page, and write all lengths to `out`, if given.
+
+        Raises `ModifiedError` if the table does not match the manifest, and as `shard`.
+        """
+        size, digests = self._layout.shard, list[str]()
+        shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, READ_BYTES // (4 * size)))
+        for first in shards[::step]:
+            for number, page in enumerate(run_all(self.shard, shards[first : first + step], THREADS), first):
+                digests.append(lengths_digest(page))
+                if out is not None:
+                    out[number * size :][: len(page)] = page
+        self.check(digests)
+        return digests
+
+    def check(self, pages: Iterable[str]) -> None:
+        """Raise `ModifiedError` if the SHA-256s of the pages do not match the manifest."""
+        if digest_of_pages(pages) != self._sha256:
+            problem = f"the table of lengths {self._store.url}/{LENGTHS}/{self._name} is intact"
+            problem = f"{problem}, but does not match the manifest"
+            raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
+
+    def _load(self, index: int) -> NDArray[np.uint32]:
+        path, page = lengths_path(self._name, index), np.empty(self._layout.shard, "<u4")
+        limit = page.nbytes + page.nbytes // 128 + 64  # zstd adds less to data that it cannot compress
+        data = _get_page(self._store, path, "table of lengths", limit)
+        try:
+            decompress_exactly("zstd", data, page.view(np.uint8))
+        except errors.CorruptError as error:
+            raise _damaged(f"the table of lengths {self._store.url}/{path}", error.problem) from error
+        return page[: self._num_samples - index * self._layout.shard].astype(np.uint32, copy=False)
+
+
+def _get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False) -> memoryview:
+    """Return the bytes of a page of a table before their checksum: about `limit` at most, or exactly so many.
+
+    Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
+    """
+    where, size = f"the {noun} {store.url}/{path}", limit + CRC_BYTES
+    try:
+        data = memoryview(store.get_range(path, 0, size + 1))  # the extra byte detects a longer object
+    except errors.NotFoundError as error:
+        raise errors.MissingObjectError(f"{where} is missing", "convert the dataset again") from error
+    if exact and len(data) != size:
+        raise _damaged(where, f"it has {len(data)} bytes, expected {size}")
+    if crc32c.crc32c(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):
+        raise _damaged(where, "its checksum does not match")
+    return data[:-CRC_BYTES]
+
+
+def _damaged(where: str, detail: str) -> errors.CorruptError:
+    return errors.CorruptError(f"{where} is damaged: {detail}", "copy or convert the dataset again")
