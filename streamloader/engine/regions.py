@@ -47,7 +47,7 @@ class BlockRegions:
         self.reader = reader
         self.start = start
         self.has_constants = False
-        self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
+        self.stops = [end - start for end, _, _ in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
         self.batch = memory if isinstance(memory, tuple) else None
         column, dtype = reader.column, np.dtype(reader.column.dtype)

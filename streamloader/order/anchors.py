@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import lcm, prod
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,15 +92,6 @@ class Axis:
         return self.first[segment] + (anchors - self.ends[segment] + self.count[segment]) * self.stride
 
 
-class CellBox(NamedTuple):
-    """Samples [start, stop) of a block that lie in one cell, and the elements [low, high) of each axis they read."""
-
-    start: int
-    stop: int
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Anchors:
     """The samples of arrays: one for each combination of anchors of the axes, numbered cell by cell.
@@ -170,9 +160,10 @@ class Anchors:
             moves[number] = (drawn % steps.astype(np.uint64)).astype(np.int64) * axis.snap
         return moves
 
-    def boxes(self, start: int, stop: int) -> list[CellBox]:
-        """Return the boxes that the samples [start, stop) read, in order. O(stop - start).
+    def boxes(self, start: int, stop: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Return (end, low, high) of the boxes that the samples [start, stop) read, in order. O(stop - start).
 
+        The samples from the end of the previous box to `end` lie in one cell, and read the elements [low, high).
         Cells that follow each other along the first axis without a gap, with the same index on the others, share a box.
         """
         samples = np.arange(start, stop, dtype=np.int64)
@@ -188,7 +179,7 @@ class Anchors:
             corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]
             last = [int(part.max()) + axis.reach for axis, part in zip(self.axes, corners, strict=True)]
             ends = tuple(min(axis.length, end) for axis, end in zip(self.axes, last, strict=True))
-            boxes.append(CellBox(start + low, start + high, tuple(int(part.min()) for part in corners), ends))
+            boxes.append((start + high, tuple(int(part.min()) for part in corners), ends))
         return boxes
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.format.manifest import FieldLayout, OrderPin
-from streamloader.order.anchors import Anchors, CellBox, count_unused, runs_of
+from streamloader.order.anchors import Anchors, count_unused, runs_of
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.store import RangeReader, Store
 from streamloader.zarr.cf import Unpacking
@@ -134,15 +134,15 @@ class RegionColumn:
         values = sum(prod(output.shape) for output in self.outputs) if self.rows is None else self.mean_row
         return int(values * np.dtype(self.dtype).itemsize)
 
-    def region(self, axes: Sequence[str], box: CellBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
+    def region(self, axes: Sequence[str], first: Bound, end: Bound) -> tuple[Bound, Bound]:
+        """Return the first element and the end of the column's region for a box [first, end) of the anchors' `axes`."""
         if self.rows is not None:
-            return (int(self.rows[box.low[0]]),), (int(self.rows[box.high[0]]),)
+            return (int(self.rows[first[0]]),), (int(self.rows[end[0]]),)
         low, high = dict.fromkeys(self.lengths, 0), dict(self.lengths)
-        for axis, first, end in zip(axes, box.low, box.high, strict=True):
+        for axis, start, stop in zip(axes, first, end, strict=True):
             if axis in self.lengths:
-                low[axis] = int(first * self.scales[axis])
-                high[axis] = min(self.lengths[axis], -int(-end * self.scales[axis] // 1))
+                low[axis] = int(start * self.scales[axis])
+                high[axis] = min(self.lengths[axis], -int(-stop * self.scales[axis] // 1))
         return tuple(low.values()), tuple(high.values())
 
     def shape(self, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class ArrayFields:
         return tuple(axis.name for axis in self.anchors.axes)
 
     @cached_property
-    def boxes(self) -> Callable[[int, int], list[CellBox]]:
+    def boxes(self) -> Callable[[int, int], list[tuple[int, Bound, Bound]]]:
         """`Anchors.boxes`, cached: every column asks for the same blocks."""
         return lru_cache(BOX_CACHE)(self.anchors.boxes)
 
@@ -278,7 +278,7 @@ class RegionReader:
 
     def regions(self, start: int, stop: int) -> list[tuple[Bound, Bound]]:
         """Return the bounds of each region of the block of the samples [start, stop)."""
-        return [self.column.region(self.fields.axes, box) for box in self.fields.boxes(start, stop)]
+        return [self.column.region(self.fields.axes, low, high) for _, low, high in self.fields.boxes(start, stop)]
 
     def block_bytes(self, start: int, stop: int) -> int:
         """Return the bytes of the regions of a block."""
@@ -323,7 +323,7 @@ class RegionReader:
         """The bounds of all elements that samples read."""
         bounds = [axis.cell_bounds for axis in self.fields.anchors.axes]
         low, high = (tuple(int(ends[n]) for ends in ((a.min(), b.max()) for a, b in bounds)) for n in (0, 1))
-        return self.column.region(self.fields.axes, CellBox(0, 0, low, high))
+        return self.column.region(self.fields.axes, low, high)
 
     @cached_property
     def first_axis(self) -> int:
