@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, repeat
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from streamloader.engine.transform import (
     Key,
     Ragged,
     Sample,
-    Tensors,
     Transform,
     apply,
     collate,
@@ -152,7 +152,7 @@ class LoaderConfig:
 
     `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `workers` processes do the work, threads
     if 0. `spawns`: they may import the script of this process for its transform; otherwise such a transform runs in a
-    thread. `tensors` handles tensors that a transform returns.
+    thread. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class LoaderConfig:
     spawns: bool = True
     memory: int | None = None
     ranks_here: int = 1
-    tensors: Tensors | None = None
+    tensors: str = ""
 
 
 # Batches in the making beside the usual ones, for workers that would wait for the slowest part of the one before.
@@ -201,6 +201,7 @@ class Stages:
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
         self.transforms = config.transform is not None
+        self._stack_tensors = resolve_name(f"{config.tensors}:stack_tensors") if config.tensors else None
         # The images of a batch are one array, so that they must have one size, and not a list of arrays.
         self._stacks_images = batched and not self.transforms
         self._blocks = memory
@@ -408,9 +409,8 @@ class Stages:
         self._transforming.submit(job)
 
     def _apply(self, columns: Mapping[str, Any], labels: tuple[list[Key], list[int]]) -> list[Sample]:
-        generator = "" if self._config.tensors is None else self._config.tensors.generator
         own = rows_of(columns, len(labels[1]))
-        return apply(self._transform_of_owner(), own, *labels, generator)
+        return apply(self._transform_of_owner(), own, *labels, self._config.tensors)
 
     def _end_transform(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         finish = Job(self._collate, (batch, parts, memory), _countdown(batch, 1, batch.finished.set))
@@ -424,16 +424,16 @@ class Stages:
 
     def _collate(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""
-        numbers, tensors = batch.plan.samples.tolist(), self._config.tensors
+        numbers, stack = batch.plan.samples.tolist(), self._stack_tensors
         if self._shared_transform is None:
             samples, complete = [one for part, _ in parts for one in part], dict[str, Any]()
         else:
             whole = {name: column for name, column in memory.items() if name not in self._ragged}
             samples, complete = load_parts(parts, whole if self._batched else {})
         if self._batched:
-            batch.columns = collate(samples, numbers, tensors, self._ragged, complete)
+            batch.columns = collate(samples, numbers, stack, self._ragged, complete)
         else:
-            batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
+            batch.singles = [collate([one], [number], stack) for one, number in zip(samples, numbers, strict=True)]
 
 
 def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:

@@ -1,4 +1,15 @@
-"""Calls the user's transform, sample by sample, in this process or in other processes."""
+"""Calls the user's transform, sample by sample, in this process or in other processes.
+
+The engine does not import the framework whose tensors a transform returns. `tensors` is the name of a module that does,
+which is loaded where the transform runs; "" without. It has
+
+- `stack_tensors(field, values, sample_numbers)`: the values as one column, or None if they are not tensors;
+- `reduce_tensor(value)`, the `reducer_override` of a `pickle.Pickler` that sends tensors by value, as
+  `build, (bytes, *args)`: if the bytes of several tensors are the rows of an array, `build(array, *args)` returns these
+  tensors, stacked;
+- `OwnGenerator()`, a context in which this thread draws random numbers from a generator of its own, which
+  `OwnGenerator().seed(number)` seeds.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +40,7 @@ from streamloader.storage.process import is_interactive
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
+Stack = Callable[[str, Sequence[Any], Sequence[int]], Any]
 
 
 class Ragged(NamedTuple):
@@ -40,21 +52,6 @@ class Ragged(NamedTuple):
 
     values: NDArray[Any]
     offsets: NDArray[np.int64]
-
-
-class Tensors(NamedTuple):
-    """How to handle the tensors of a framework, which the engine does not import.
-
-    `stack(field, values, sample_numbers)` returns the values as one column, or None if they are not tensors.
-    Two names are loaded where the transform runs, "module:name": `reducer` is the `reducer_override` of a
-    `pickle.Pickler` that sends tensors by value, as `build, (bytes, *args)`: if the bytes of several tensors are the
-    rows of an array, `build(array, *args)` returns these tensors, stacked. `generator()` is a context in which this
-    thread draws random numbers from a generator of its own, which `generator().seed(number)` seeds.
-    """
-
-    stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
-    reducer: str
-    generator: str
 
 
 # The key of a sample's random numbers, (seed, epoch, position): augmentation is the same at any world size.
@@ -89,11 +86,11 @@ def apply(
     samples: Sequence[Sample],
     keys: Sequence[Key],
     numbers: Sequence[int],
-    generator: str = "",
+    tensors: str = "",
     *,
     alone: bool = False,
 ) -> list[Sample]:
-    """Return the transformed samples. `generator`: that of `Tensors`.
+    """Return the transformed samples.
 
     Random numbers of tensors are seeded for each sample, in this thread. Those of numpy and Python belong to the
     process: they are seeded if it does nothing but transform, `alone`, since others would get the same numbers again.
@@ -102,7 +99,7 @@ def apply(
     which must not end the thread or process that runs the transform.
     """
     out, with_rng = [], takes_rng(transform)
-    own = resolve_name(generator)() if generator else None
+    own = resolve_name(f"{tensors}:OwnGenerator")() if tensors else None
     for sample, key, number in zip(samples, keys, numbers, strict=True):
         for_tensors, for_numpy, for_python = seeds_of(key)
         if alone:
@@ -126,13 +123,14 @@ def apply(
 def collate(
     samples: Sequence[Sample],
     numbers: Sequence[int],
-    tensors: Tensors | None = None,
+    stack: Stack | None = None,
     ragged: Sequence[str] = (),
     complete: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return samples as batch columns: arrays, tensors and numbers are stacked, other values become lists.
 
-    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. `complete`: the columns that exist.
+    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. `stack`: that of the tensors.
+    `complete`: the columns that exist.
     Raises `TransformError`, which names the field and, if known, the sample.
     """
     names = list(samples[0]) if samples else []
@@ -142,18 +140,18 @@ def collate(
             raise TransformError(problem, "return the same keys, in the same order, for every sample")
     columns = {name: [sample[name] for sample in samples] for name in names if name not in complete}
     return {
-        name: complete[name] if name in complete else _column(name, columns[name], numbers, tensors, name in ragged)
+        name: complete[name] if name in complete else _column(name, columns[name], numbers, stack, name in ragged)
         for name in names
     }
 
 
-def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tensors | None, ragged: bool) -> Any:
+def _column(name: str, values: list[Any], numbers: Sequence[int], stack: Stack | None, ragged: bool) -> Any:
     if isinstance(values[0], (str, bytes, list, dict, tuple)) or values[0] is None:
         return values
     try:
         if ragged and all(isinstance(value, np.ndarray) for value in values):
             return _concatenate(name, values, numbers)
-        column = None if tensors is None else tensors.stack(name, values, numbers)
+        column = None if stack is None else stack(name, values, numbers)
         return _stack(name, values, numbers) if column is None else column
     except TransformError:
         raise
@@ -266,7 +264,7 @@ def transform_samples(
     transform: Transform,
     columns: Mapping[str, Any],
     labels: tuple[Sequence[Key], Sequence[int]],
-    tensors: Tensors | None,
+    tensors: str,
     allocate: Allocate,
 ) -> Part:
     """Return the transformed samples of columns: the function of a worker.
@@ -276,14 +274,13 @@ def transform_samples(
 
     The transform gets copies: if it changes its arrays and the worker is killed, the others are as before.
     """
-    reduce = None if tensors is None else resolve_name(tensors.reducer)  # imports the package before it draws
+    reduce = resolve_name(f"{tensors}:reduce_tensor") if tensors else None  # imports the package before it draws
     own = [
         {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
         for sample in rows_of(columns, len(labels[1]))
     ]
     with _alone():
-        generator = "" if tensors is None else tensors.generator
-        done = apply(transform, own, *labels, generator, alone=True)
+        done = apply(transform, own, *labels, tensors, alone=True)
     try:
         large = _large_values(done, reduce)
         samples = _dump([{**sample, **dict.fromkeys(large)} for sample in done] if large else done, reduce)

@@ -22,7 +22,6 @@ from streamloader.engine.engine import Engine, Pipeline
 from streamloader.engine.executor import choose_workers
 from streamloader.engine.fetcher import PassEnded
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
-from streamloader.engine.transform import Tensors
 from streamloader.errors import MixtureError, StateError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.loader import arguments
@@ -210,7 +209,7 @@ class Loader:
     `mixture`: the fields of `RunState` that only a mixture has.
     """
 
-    _tensors: ClassVar[Tensors | None] = None  # how to handle those that a transform returns
+    _tensors: ClassVar[str] = ""  # the module that handles those that a transform returns
     _convert: Callable[[Columns], Columns] = dict  # the arrays of a batch
     _resolve_world: Callable[[Any], World] = staticmethod(read_world)
     _new_epochs: Callable[[], Epochs] = Epochs

@@ -8,8 +8,7 @@ from torch.utils.data import IterableDataset
 
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
-from streamloader.pytorch import distributed
-from streamloader.pytorch.tensors import TENSORS, to_tensors
+from streamloader.pytorch import distributed, tensors
 
 # Arguments of `DataLoader` and other loaders, and what a dataset has for them.
 ELSEWHERE = {
@@ -26,8 +25,8 @@ ELSEWHERE = {
 class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
     """A loader of tensors, for torch's `DataLoader` and `torch.distributed`."""
 
-    _tensors = TENSORS
-    _convert = staticmethod(to_tensors)
+    _tensors = tensors.__name__
+    _convert = staticmethod(tensors.to_tensors)
     _new_epochs = staticmethod(distributed.shared_epochs)
     _resolve_world = staticmethod(distributed.resolve_world)
     _worker_info = staticmethod(distributed.worker)

@@ -1,4 +1,7 @@
-"""Tensors: of finished batches, and those that a transform returns or draws at random."""
+"""Tensors: of finished batches, and those that a transform returns or draws at random.
+
+The engine loads what it needs of this module by name, see `engine/transform.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamloader.engine.transform import Tensors, check_shapes
+from streamloader.engine.transform import check_shapes
 from streamloader.errors import TransformError
 
 
@@ -96,6 +99,3 @@ def _with_generator(func: Any) -> Any:
         if arguments.pop("generator", None) and arguments == expected:
             return overload
     return None
-
-
-TENSORS = Tensors(stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
