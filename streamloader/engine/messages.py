@@ -67,18 +67,7 @@ class _Aborted(BaseException):
     """Ends a function in a worker after a callback of it has failed; the callback's error is raised by the caller."""
 
 
-class _Local(threading.local):
-    """What the messages of a thread refer to: the arena, shared values, and the connection for callbacks."""
-
-    def __init__(self) -> None:
-        self.arena: MappedMemory | None = None
-        self.moved: list[NDArray[np.uint8]] = []  # the memory of large arrays of a result
-        self.shared: dict[int, Any] = {}
-        self.connection: Connection | None = None
-        self.of_caller: MappedMemory | None = None  # with which that connection is shared
-
-
-_LOCAL = _Local()
+_LOCAL = threading.local()  # what the messages of a thread refer to: see `refer_to`, and `serve` for workers
 
 
 def refer_to(arena: MappedMemory, moved: list[NDArray[np.uint8]] | None = None) -> None:
@@ -92,23 +81,24 @@ def refer_to(arena: MappedMemory, moved: list[NDArray[np.uint8]] | None = None) 
 def serve(connection: Connection, arena: MappedMemory) -> None:
     """Let functions in this thread of a worker call callbacks by a connection, whose other end has the same arena."""
     _LOCAL.connection, _LOCAL.of_caller = connection, arena
+    _LOCAL.shared = {}  # values, or `Shared` until their first use, by key
     refer_to(arena)
 
 
 def in_worker() -> bool:
     """Return whether a function is called in a worker process."""
-    return _LOCAL.connection is not None
+    return caller() is not None
 
 
 def caller() -> Connection | None:
-    """Return the connection with the thread that has called a function in a worker."""
-    return _LOCAL.connection
+    """Return the connection with the thread that has called a function in a worker, None in other processes."""
+    return getattr(_LOCAL, "connection", None)
 
 
 def all_bytes() -> NDArray[np.uint8]:
     """Return the arena, in a function that an executor calls."""
-    assert _LOCAL.arena is not None
-    return _LOCAL.arena.bytes
+    arena: MappedMemory = _LOCAL.arena
+    return arena.bytes
 
 
 # ---- shared values
@@ -271,10 +261,8 @@ def _callback(number: int) -> Callback:
 
 def _ask(number: int, *args: Any) -> Any:
     """Call a callback of the parent. Raises `_Aborted` if it failed there."""
-    connection, arena = _LOCAL.connection, _LOCAL.of_caller
-    assert connection is not None
-    assert arena is not None
-    refer_to(arena)  # the function may have used an executor of its own
+    connection: Connection = _LOCAL.connection
+    refer_to(_LOCAL.of_caller)  # the function may have used an executor of its own
     connection.send_bytes(dump(("callback", number, args))[0])
     ok, answer = pickle.loads(connection.recv_bytes())
     if not ok:
@@ -287,7 +275,7 @@ def _ask(number: int, *args: Any) -> Any:
 
 def _reduced(value: NDArray[Any]) -> Any:
     """Reduce an array: by reference if it is in the arena, where a large one is copied to, else by value."""
-    arena = _LOCAL.arena
+    arena: MappedMemory | None = getattr(_LOCAL, "arena", None)
     offset = None if arena is None else arena.offset(value)
     if value.dtype.hasobject or value.dtype.names or (offset is not None and not value.size):
         return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -316,12 +304,12 @@ def _values(data: bytes, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 
 def _array(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> NDArray[Any]:
-    assert _LOCAL.arena is not None
+    arena: MappedMemory = _LOCAL.arena
     for memory in _LOCAL.moved:  # a result may be a large argument, whose memory is free without it
-        start = _LOCAL.arena.offset(memory)
+        start = arena.offset(memory)
         if start is not None and start <= offset < start + memory.nbytes:
             return np.ndarray(shape, dtype, memory.data, offset - start, strides)
-    return np.ndarray(shape, dtype, _LOCAL.arena.bytes, offset, strides)
+    return np.ndarray(shape, dtype, arena.bytes, offset, strides)
 
 
 def _memory(array: NDArray[np.uint8]) -> memoryview:
@@ -330,4 +318,5 @@ def _memory(array: NDArray[np.uint8]) -> memoryview:
 
 def _moved(number: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Return a large array of a result, which a worker wrote to memory that the caller had allocated."""
-    return _LOCAL.moved[number].view(dtype).reshape(shape)
+    moved: list[NDArray[np.uint8]] = _LOCAL.moved
+    return moved[number].view(dtype).reshape(shape)
