@@ -108,9 +108,9 @@ def ignore(_: Progress) -> None:
     """Do nothing: the default listener."""
 
 
-def counter(phase: Phase, total: int, listener: Listener | None) -> Callable[..., int]:
+def counter(progress: Progress, listener: Listener | None) -> Callable[..., int]:
     """Return a thread-safe function that adds to `done` and `bytes`, reports both, and returns its first argument."""
-    progress, lock, listener = Progress(phase, total=total), threading.Lock(), listener or ignore
+    lock, listener = threading.Lock(), listener or ignore
 
     def count(done: int, size: int = 0) -> int:
         nonlocal progress

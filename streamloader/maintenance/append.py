@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.conversion import job
 from streamloader.conversion.api import default_options
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
-from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.conversion.sources.base import Bad, Columns, RowSource
@@ -76,7 +76,7 @@ def append(
     workers: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
-    progress: Listener | None = None,
+    progress: job.Listener | None = None,
 ) -> AppendReport:
     """Append the samples of `src` to the finished dataset at `url`, or to one `split` of it.
 
@@ -91,16 +91,16 @@ def append(
     the shards of the dataset, the errors of `open` for the dataset, and `StorageError`.
     """
     source_options = default_options(source_options, src, storage_options, url)
-    run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
+    run_options = job.RunOptions(workers, "raise", progress or job.ignore, parse_engine(engine))
     root = open_store(url, storage_options)
     opened = open_root(root, split)
-    run_options.listener(Progress("scan", detail=f"reading {redact(os.fspath(src))}"))
+    run_options.listener(job.Progress("scan", detail=f"reading {redact(os.fspath(src))}"))
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, cache_key=cache_key)
-    transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
+    transforms = job.TransformOptions(selection, recode, mapper, shuffle=shuffle)
     name, source = open_source(src, format, source_options, transforms.source_selection)
     if splits := source.notes.get("splits"):
         problem = f"{source.url} has the splits {', '.join(splits)} of its own"
@@ -110,7 +110,7 @@ def append(
     source = relabel(source, class_names(opened.manifest.provenance))
     source = _matching(transforms.apply(source), opened.manifest)
     report = _Append(root, opened, split, name, source, transforms, run_options).run()
-    run_options.listener(Progress("finish", report.added, report.added))
+    run_options.listener(job.Progress("finish", report.added, report.added))
     return report
 
 
@@ -242,13 +242,13 @@ class _Append:
     split: str | None
     format: str
     source: RowSource
-    transforms: TransformOptions
-    run_options: RunOptions
+    transforms: job.TransformOptions
+    run_options: job.RunOptions
 
     @cached_property
     def source_info(self) -> dict[str, Any]:
         """The description of the source for claim and provenance."""
-        return describe_source(self.source, self.format)
+        return job.describe_source(self.source, self.format)
 
     @cached_property
     def claim(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class _Append:
             self._check_base()
             extension = publish.plan_extension(store, target, self.source.num_samples)
             receipts, kept = self._write(extension)
-            self.run_options.listener(Progress("finish", extension.added, extension.added))
+            self.run_options.listener(job.Progress("finish", extension.added, extension.added))
             check_claim(store, self.claim)
             manifest = publish.finish_extension(store, extension, receipts, self.provenance)
             publish.publish(store, base.digest, manifest)
@@ -339,21 +339,18 @@ class _Append:
         for shard in {*receipts} - {*extension.shards} | {*publish.check_receipts(store, receipts)}:
             del receipts[shard]
         kept, done = len(receipts), sum(receipt.num_samples for receipt in receipts.values())
-        progress = Progress("write", done, extension.added, kept=done)
+        count = job.counter(job.Progress("write", done, extension.added, kept=done), options.listener)
 
         def note(task: Task, outcome: Outcome) -> None:
-            nonlocal progress
             assert isinstance(outcome, publish.Receipt)
             receipts[task.shard] = outcome
-            size = progress.bytes + sum(written.size for written in outcome.objects.values())
-            progress = replace(progress, done=progress.done + outcome.num_samples, bytes=size)
-            options.listener(progress)
+            count(outcome.num_samples, sum(written.size for written in outcome.objects.values()))
 
         def task(shard: int) -> Task:
             new, fields = rows.read(*extension.samples(shard)), {"extension": extension, "claim": self.claim}
             return AppendTask.of(self.source, new, store, extension.geometry, shard, **fields)
 
-        options.listener(progress)
+        count(0)
         for _ in range(ROUNDS):
             missing = [shard for shard in extension.shards if shard not in receipts]
             if not missing:
@@ -362,7 +359,7 @@ class _Append:
             with open_executor(options.engine, workers) as executor:
                 run_tasks(executor, (task(shard) for shard in missing), note)
             for shard in publish.check_receipts(store, receipts):
-                progress = replace(progress, done=progress.done - receipts.pop(shard).num_samples)
+                count(-receipts.pop(shard).num_samples)
         problem = f"objects at {store.url} change while they are written"
         raise DestinationError(problem, "stop other writers, and run the append again")
 
@@ -376,7 +373,7 @@ def _target(base: Manifest, source: RowSource) -> Manifest:
     total = base.num_samples + source.num_samples
     if not base.num_samples:
         options = Layout()
-        schema = probe(source, options, False)
+        schema = job.probe(source, options, False)
         sizes = {name: round(size * total) for name, size in schema.sizes.items()}
         geometry = schema.geometry(total, options)
         bulk = [name for name, layout in geometry.layouts.items() if not layout.resident]
@@ -397,7 +394,7 @@ def _check_decoded(base: Manifest, source: RowSource) -> None:
     Measures some of the samples, as a conversion does before it chooses its samples per shard.
     """
     layout, count = Layout(), min(base.samples_per_shard, source.num_samples)
-    for name, size in probe(source, layout, False).decoded.items():
+    for name, size in job.probe(source, layout, False).decoded.items():
         base_size = base.fields[name].nbytes / base.num_samples
         limit = GROWTH * max(EXPANSION * layout.shard_size, base_size * base.samples_per_shard)
         if count > 1 and size * count > limit:  # any layout has to hold a single sample

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import Listener, counter
+from streamloader.conversion.job import Listener, Progress, counter
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.tar import INTEGERS, TEXTS
@@ -281,7 +281,7 @@ def export(
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
     make_files = kind.plan(task)
     target = _open_empty(dst, default_options(target_options, dst, storage_options, url), store.url)
-    count = counter("export", total, progress)
+    count = counter(Progress("export", total=total), progress)
 
     def put(files: Iterable[File], samples: int) -> list[int]:
         sizes = [target.put(path, data).size for path, data in files]

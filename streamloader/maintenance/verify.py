@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader import errors
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import FILES, Listener, compare_documents, counter
+from streamloader.conversion.job import FILES, Listener, Progress, compare_documents, counter
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, RowSource
@@ -143,7 +143,7 @@ def verify(
     objects, size = _check_fields(views, problems, progress)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
     if against is not None:
-        count = counter("compare", sum(samples.values()), progress)
+        count = counter(Progress("compare", total=sum(samples.values())), progress)
         compared = sum(_compare(view, (against, format, options), count) for view in views)
     flags = sizes is not None, any(view.appending for view in views)
     return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
@@ -219,7 +219,7 @@ def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Li
     """Check tables, shards and totals of all fields; return the number and the total size of the shards read."""
     checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
     run_all(lambda field: problems.confirmed(field.check_table), checks, THREADS)
-    count = counter("verify", sum(field.layout.stored for field in checks), listener)
+    count = counter(Progress("verify", total=sum(field.layout.stored for field in checks)), listener)
     tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
 
     def check(task: tuple[FieldCheck, int]) -> int:
