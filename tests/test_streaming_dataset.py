@@ -395,7 +395,7 @@ def test_small_batches_are_gathered_together_if_memory_suffices(url):
         ds = StreamingDataset(url, batch_size=4, fields=["x"], **options)
         iterator = iter(ds)
         assert next(iterator)["x"].untyped_storage().nbytes() == 4 * 1200  # not that of all batches
-        steps = ds._engine()._upcoming.steps_at_once
+        *_, steps = ds._engine()._upcoming
         ds.close()
         assert not iterator._waiting  # a pass that is closed keeps no batches
         return steps

@@ -202,7 +202,7 @@ class Stages:
         self._transform = None if config.transform is None else weakref.ref(config.transform)
         self.transforms = config.transform is not None
         self._stack_tensors = resolve_name(f"{config.tensors}:stack_tensors") if config.tensors else None
-        # The images of a batch are one array, so that they must have one size, and not a list of arrays.
+        # whether the images of a batch are one array, so that they must have one size, and not a list of arrays
         self._stacks_images = batched and not self.transforms
         self._blocks = memory
         self._buffers = memory.buffers
