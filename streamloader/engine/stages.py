@@ -363,19 +363,19 @@ class Stages:
             batch.finished.set()
             return
         parts = _divide(count, self._transforming.count)
-        made: list[Any] = [None] * len(parts)
+        made: dict[int, Any] = {}
         memory: dict[str, NDArray[Any]] = {}
         ended = _countdown(batch, len(parts), partial(self._end_transform, batch, made, memory))
-        for number, part in enumerate(parts):
-            self._transform_part(batch, part, (made, number), memory, ended)
+        for part in parts:
+            self._transform_part(batch, part, made, memory, ended)
 
     def _transform_part(
-        self, batch: Batch, part: range, into: tuple[list[Any], int], memory: dict[str, NDArray[Any]], ended: Ended
+        self, batch: Batch, part: range, made: dict[int, Any], memory: dict[str, NDArray[Any]], ended: Ended
     ) -> None:
-        """Begin to transform a part of a batch, and set an item of a list to its samples and their memory.
+        """Begin to transform a part of a batch, which gives `made`, by its first row, its samples and their memory.
 
-        Those of workers are a `Part`, whose large values are in rows of the columns `memory`. The seconds
-        include those in which a transform waits for others of its worker.
+        Those of workers are a `Part`, whose large values are in rows of the columns `memory`. The seconds include those
+        in which a transform waits for others of its worker.
         """
         columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
         plan = batch.plan.part(part.start, part.stop, 0)
@@ -397,7 +397,7 @@ class Stages:
             return [rows[name] for name, *_ in wanted]
 
         def done(result: Any, error: BaseException | None) -> None:
-            into[0][into[1]] = result, rows
+            made[part.start] = result, rows
             self._counters.add(transform_seconds=time.perf_counter() - begin)
             ended(None, error)
 
@@ -412,9 +412,9 @@ class Stages:
         own = rows_of(columns, len(labels[1]))
         return apply(self._transform_of_owner(), own, *labels, self._config.tensors)
 
-    def _end_transform(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
-        finish = Job(self._collate, (batch, parts, memory), _countdown(batch, 1, batch.finished.set))
-        self._here.submit(finish)
+    def _end_transform(self, batch: Batch, made: Mapping[int, Any], memory: Mapping[str, NDArray[Any]]) -> None:
+        parts = [made[first] for first in sorted(made)]
+        self._here.submit(Job(self._collate, (batch, parts, memory), _countdown(batch, 1, batch.finished.set)))
 
     def _transform_of_owner(self) -> Transform:
         held = None if self._transform is None else self._transform()

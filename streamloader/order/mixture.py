@@ -393,10 +393,6 @@ class MixShare(EpochShare):
         """Return the rank's part of another epoch."""
         return replace(self, epoch=epoch)
 
-    def skipping(self, gaps: tuple[Gap, ...]) -> MixShare:
-        """Return the same part with these gaps."""
-        return replace(self, gaps=gaps)
-
     @property
     def block(self) -> int:
         """The most samples that are fetched together."""

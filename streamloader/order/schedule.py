@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, repeat, starmap, tee
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +92,9 @@ class EpochShare:
         """Return the rank's part of another epoch."""
         raise NotImplementedError
 
-    def skipping(self, gaps: tuple[Gap, ...]) -> EpochShare:
+    def skipping(self, gaps: tuple[Gap, ...]) -> Self:
         """Return the same part with these gaps."""
-        raise NotImplementedError
+        return replace(self, gaps=gaps)  # type: ignore[type-var] # a dataclass
 
     @property
     def block(self) -> int:
@@ -269,10 +269,6 @@ class Share(EpochShare):
     def at_epoch(self, epoch: int) -> Share:
         """Return the share of another epoch."""
         return replace(self, order=replace(self.order, epoch=epoch))
-
-    def skipping(self, gaps: tuple[Gap, ...]) -> Share:
-        """Return the same share with these gaps."""
-        return replace(self, gaps=gaps)
 
     @cached_property
     def divides(self) -> bool:
