@@ -93,7 +93,8 @@ def drawn_rows(draw):
     within = draw(st.booleans())
 
     def drawn(most):
-        return draw(st.integers(0, max(0, most)) if within else st.one_of(st.integers(0, max(0, most)), anywhere))
+        inside = st.integers(0, min(max(0, most), 2**63 - 1))
+        return draw(inside if within else st.one_of(inside, anywhere))
 
     count = draw(st.integers(0, 12))
     size = draw(st.one_of(st.none(), st.integers(0, 8)))
