@@ -1,4 +1,4 @@
-"""An opened dataset, the plan of a pass over datasets, and loading of resident fields."""
+"""An opened dataset, the plans of a pass over datasets, and loading of resident fields."""
 
 from __future__ import annotations
 
