@@ -327,7 +327,6 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
 
     monkeypatch.setattr(fetcher_module, "fetch_body", fetch_late)
     with closing(Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)) as fetcher:
-        memory.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
         assert begun.wait(300)
         with fetcher._changed:
@@ -336,9 +335,8 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
             fetcher._busy += 1
         resume.set()
         assert fetcher.wait(0) is None
-        fetcher.forget(0)
-        memory.release(0)
-        memory.reserve(1)
+        fetcher.release(0)
+        memory.reserve(BlockRef(1, 4, 8))
         slot = memory.claim(1)
         late.memory[:] = [memoryview(bytearray(1 << 20))]
         fetcher._received(late, (1 << 20, 1.0), None)

@@ -29,6 +29,7 @@ from streamloader.engine.residence import Chunks, Rows
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field
+from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters
 
 ARENA = Arena(shared=False)
@@ -36,10 +37,10 @@ BLOCK = 4
 FIELDS = (("x", Field.parse("int64[2]")), ("raw", Field.parse("bytes")))
 
 
-def memory_of(slots: int) -> tuple[Memory, Rows, Chunks]:
+def memory_of(slots: int, kept: int = 0) -> tuple[Memory, Rows, Chunks]:
     """The memory of two fields, and the residences of these."""
     readers: dict[str, Any] = {name: SimpleNamespace(layout=SimpleNamespace(field=field)) for name, field in FIELDS}
-    memory = Memory(readers, BLOCK, Budget(slots=slots, threads=1, bytes=1 << 30), Counters(), ARENA)
+    memory = Memory(readers, BLOCK, Budget(slots, 1, 1 << 30, 1 << 30, kept_slots=kept), Counters(), ARENA)
     rows, chunks = memory.residences.values()
     assert isinstance(rows, Rows)
     assert isinstance(chunks, Chunks)
@@ -62,7 +63,7 @@ def arena_items(values: list[bytes]) -> Items:
 
 def fill(blocks: Memory, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
-    blocks.reserve(ticket)
+    blocks.reserve(BlockRef(ticket, 0, BLOCK))
     slot = blocks.claim(ticket)
     rows.values[slot * BLOCK : (slot + 1) * BLOCK] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
@@ -99,8 +100,8 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
 
 def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
     arena, _, _ = memory_of(2)
-    arena.reserve(5)
-    arena.reserve(6)
+    arena.reserve(BlockRef(5, 0, BLOCK))
+    arena.reserve(BlockRef(6, 0, BLOCK))
     assert arena.free == 0
     slot = arena.claim(5)
     assert arena.claim(5) == slot != arena.claim(6)
@@ -108,9 +109,9 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
     arena.release(5)
     assert arena.free == 2
     assert arena.claim(5) == NO_SLOT
-    arena.reserve(7)
+    arena.reserve(BlockRef(7, 0, BLOCK))
     assert arena.claim(7) == slot  # the one that was released last: its pages are touched
-    arena.reserve(8)
+    arena.reserve(BlockRef(8, 0, BLOCK))
     arena.release(8)  # never claimed
     assert arena.free == 1
 
@@ -167,6 +168,7 @@ EXIT = """
 import threading, weakref
 from streamloader.engine.arena import Arena
 from streamloader.engine.memory import Buffers
+from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters
 
 class Watched:
@@ -240,10 +242,12 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     assert 1 <= budget.threads <= min(MAX_THREADS, budget.slots * demand.pieces)
     others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
     in_flight = budget.threads * (demand.thread_bytes - -(-demand.slot_bytes // demand.pieces))
-    blocks = demand.kept_bytes if budget.keeps else budget.slots * demand.slot_bytes
+    slots = budget.slots + budget.kept_slots
+    blocks = demand.kept_bytes if budget.keeps else slots * demand.slot_bytes
     assert others + in_flight + blocks + demand.uneven_bytes * budget.keeps <= budget.bytes
-    fixed = demand.kept_bytes if budget.keeps else budget.slots * (demand.slot_bytes - demand.item_bytes)
+    fixed = demand.kept_bytes if budget.keeps else slots * (demand.slot_bytes - demand.item_bytes)
     connections = budget.threads * demand.connection_bytes
+    connections += budget.threads * demand.request_bytes // 2 if budget.kept_slots else 0
     assert budget.body_bytes + fixed + others + connections == budget.bytes
 
 

@@ -117,7 +117,6 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     memory = Memory(dataset.readers, 4, budget, Counters(), executor.arena)
     fetcher = Fetcher([dataset], dataset.names, limits, memory, executor)
     with closing(fetcher):
-        memory.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
         assert arrived.wait(300)
         assert 4 << 20 <= fetcher.leave(0) <= 5 << 20
@@ -147,14 +146,11 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     monkeypatch.setattr(FieldReader, "runs", lambda self, start, stop: runs(self, start, stop, 1))  # one a sample
     monkeypatch.setattr(fetcher_module, "fetch_items", fetch_late)
     with closing(fetcher):
-        for ticket in range(2):
-            memory.reserve(ticket)
         for ticket in (1, 0):  # the threads begin with the later one
             fetcher.load(BlockRef(ticket, 8 * ticket, 8 * ticket + 8))
         queued.set()
         assert in_thread(partial(fetcher.wait, 0)).result(300) is None
-        fetcher.forget(0)
-        memory.release(0)
+        fetcher.release(0)
 
 
 def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():

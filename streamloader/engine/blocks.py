@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
+from streamloader.engine.kept import NO_SLOT, KeptBlocks
 from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget, Buffers
 from streamloader.engine.regions import BatchRow, BatchRows, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
@@ -21,7 +23,6 @@ from streamloader.stats import Counters
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
 
-NO_SLOT = -1
 NO_PACKS: Mapping[str, Pack] = {}
 Residence = Rows | Chunks | Regions
 
@@ -38,7 +39,7 @@ class Memory:
     """The memory of a pass: slots for blocks of `block` samples, residences of their fields, and buffers.
 
     `readers`: of the fields, some of which are packed. `bodies`: of responses, and of what is decoded from them.
-    `buffers`: of batches. The next pass reuses it, so that its pages have been touched.
+    `buffers`: of batches. The next pass reuses it, with the blocks that are kept and pages that have been touched.
     """
 
     def __init__(
@@ -55,18 +56,29 @@ class Memory:
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
         self.buffers = Buffers(arena, counters, keep=columns_alive, most=most)
-        self.bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
+        slots = budget.slots + budget.kept_slots
         self.residences: dict[str, Residence] = {
-            name: residence_of(reader)(name, reader.layout.field, arena, (budget.slots, block), packs.get(name))
+            name: residence_of(reader)(name, reader.layout.field, arena, (slots, block), packs.get(name))
             for name, reader in readers.items()
         }
-        kept = self.residences.items() if budget.keeps else ()
-        self._kept = {name: each for name, each in kept if isinstance(each, Regions)}
-        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
-        self._free = list(range(budget.slots))
-        self._slots: dict[int, int] = {}  # by ticket
-        self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
+        self._kept = KeptBlocks(budget.kept_slots)
+        self._free = list(range(slots))
+        self._free_slot = free = partial(_free_slot, self._free, self.residences.values())
+        in_bodies = any(not isinstance(each, Rows) for each in self.residences.values())
+        self.bodies = Buffers(
+            arena,
+            Counters(),
+            keep=budget.slots + MAX_THREADS,
+            most=budget.body_bytes,
+            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else None,
+        )
+        kept = self.residences.items() if budget.keeps else ()
+        self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
+        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
+        self._slots: dict[int, int] = {}  # by ticket
+        self._refs: dict[int, BlockRef] = {}  # by ticket
+        self._first_row = np.zeros(1024, np.int64)  # of the block of each ticket, modulo the length of this array
 
     def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:
         """Return whether it has the fields, the blocks and the slots that a pass with this budget needs."""
@@ -91,13 +103,27 @@ class Memory:
             batch = BatchRows(plan, self.buffers)
             self._batch_rows |= {ticket: (batch, row) for ticket, row in batch.rows.items()}
 
-    def reserve(self, ticket: int) -> None:
-        """Reserve a slot for `ticket`; `claim` assigns one when the first bytes arrive."""
+    def has(self, ref: BlockRef) -> bool:
+        """Return whether a block is in memory, where the next use of another one may end it."""
         with self._lock:
+            return ref in self._kept
+
+    def reserve(self, ref: BlockRef) -> int | None:
+        """Reserve a slot for a block; return its bytes if it is in memory.
+
+        Else return None; `claim` assigns a slot when the first bytes arrive.
+        """
+        with self._lock:
+            ticket = ref.ticket
             oldest = next(iter(self._slots), ticket)
-            self._slots[ticket] = NO_SLOT
+            self._slots[ticket], self._refs[ticket] = NO_SLOT, ref
             if ticket - oldest >= len(self._first_row):
                 self._grow(ticket - oldest)
+            if ref not in self._kept:
+                return None
+            slot, row, size = self._kept.use(ref)
+            self._assign(ticket, slot, row)
+            return size
 
     def claim(self, ticket: int) -> int:
         """Return the slot of a ticket, or `NO_SLOT` if it has been released. Thread-safe."""
@@ -107,24 +133,30 @@ class Memory:
                 return NO_SLOT
             if slot == NO_SLOT:
                 slot = self._free.pop()  # the one released last: its pages have been touched
-                self._slots[ticket] = slot
-                self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
+                self._assign(ticket, slot)
             return slot
 
-    def complete(self, ticket: int) -> None:
-        """Keep what was read for a block that has been loaded, if `keeps`."""
-        for regions in self._kept.values():
-            regions.complete(self.claim(ticket))
+    def _assign(self, ticket: int, slot: int, row: int = 0) -> None:
+        self._slots[ticket] = slot
+        self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block + row
+
+    def complete(self, ticket: int, size: int = 0) -> None:
+        """Let a block that has been loaded be kept, which has `size` bytes in `bodies`."""
+        slot = self.claim(ticket)
+        for regions in self._kept_arrays.values():
+            regions.complete(slot)
+        with self._lock:
+            self._free_slot(self._kept.add(slot, self._refs[ticket], size))
 
     def release(self, ticket: int) -> None:
-        """Free the ticket's slot; items that a batch still holds stay valid."""
+        """Free the ticket's slot, unless its block is kept; items that a batch still holds stay valid."""
         with self._lock:
             self._batch_rows.pop(ticket, None)
-            slot = self._slots.pop(ticket)
-            if slot != NO_SLOT:
-                for residence in self.residences.values():
-                    residence.drop(slot)
-                self._free.append(slot)
+            slot, ref = self._slots.pop(ticket), self._refs.pop(ticket)
+            if not self._kept.release(slot, ref):
+                self._free_slot(slot)
+            while self._kept.unused > self._kept.most:
+                self._free_slot(self._kept.drop())
 
     def open(self, slot: int, ref: BlockRef, reader: FieldReader | RegionReader, allocate: Allocate) -> Any:
         """Return what the `write` of a reader decodes the responses for a block into, in the slot that it claimed."""
@@ -134,16 +166,16 @@ class Memory:
 
     def incomplete(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
         """Return the fields to read for a block: all, or those of which memory that is kept does not have all."""
-        if not self._kept:
+        if not self._kept_arrays:
             return [*self.residences]
         slot = self.claim(ref.ticket)
-        kept = self._kept.items()
+        kept = self._kept_arrays.items()
         return [name for name, each in kept if each.open_kept(slot, readers[name], ref.start, ref.stop)]
 
     def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
         """Return the chunks of a field to read for a block, None for all that it needs."""
-        slot = self.claim(ticket) if self._kept else NO_SLOT
-        return None if slot == NO_SLOT else self._kept[name].claims(slot)
+        slot = self.claim(ticket) if self._kept_arrays else NO_SLOT
+        return None if slot == NO_SLOT else self._kept_arrays[name].claims(slot)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slot row of each row of the blocks with these tickets."""
@@ -157,3 +189,21 @@ class Memory:
         for ticket, slot in self._slots.items():
             table[ticket & (len(table) - 1)] = slot * self.block
         self._first_row = table
+
+
+def _free_slot(free: list[int], residences: Collection[Residence], slot: int) -> None:
+    if slot != NO_SLOT:
+        for residence in residences:
+            residence.drop(slot)
+        free.append(slot)
+
+
+def _drop_kept(lock: threading.Lock, kept: KeptBlocks, free: Callable[[int], None]) -> bool:
+    """Free the block that is kept and whose next use is latest; return whether there was one.
+
+    A function, since buffers that held the memory that has them would form a cycle.
+    """
+    with lock:
+        slot = kept.drop()
+        free(slot)
+        return slot != NO_SLOT

@@ -570,7 +570,6 @@ class Assembler:
     def _admit_next(self) -> None:
         ref = self._waiting.popleft()
         self._ahead += 1
-        self.memory.reserve(ref.ticket)
         self._fetcher.load(ref)
 
     def _load(self, plan: BatchPlan) -> tuple[int, StreamloaderError | None]:
@@ -619,8 +618,7 @@ class Assembler:
         if self._closed:
             return
         for ticket in plan.done:
-            self._fetcher.forget(ticket)
-            self.memory.release(ticket)
+            self._fetcher.release(ticket)
         self._admit()
 
     def _acquire_permit(self) -> bool:

@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
-from streamloader.engine.blocks import NO_SLOT, Memory
+from streamloader.engine.blocks import Memory
 from streamloader.engine.dataset import Dataset, first_samples
 from streamloader.engine.executor import Executor, Job, Threads
+from streamloader.engine.kept import NO_SLOT
 from streamloader.engine.ledger import Ledger
 from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
@@ -213,11 +214,14 @@ class Fetcher:
 
         `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
         """
+        if self._memory.has(self._locate(ref)[1]):
+            return True
         return self.ledger.fits(self._next(ref).expected, batches_grow=batches_grow)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
-        self.ledger.check(self._next(ref).expected)
+        if not self._memory.has(self._locate(ref)[1]):
+            self.ledger.check(self._next(ref).expected)
 
     def leave(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
@@ -225,7 +229,16 @@ class Fetcher:
             return self.ledger.leave(size)
 
     def load(self, ref: BlockRef) -> None:
-        """Begin to load a block whose slot has been reserved."""
+        """Reserve a slot for a block, and begin to load it unless it is in memory."""
+        dataset, local = self._locate(ref)
+        held = self._memory.reserve(local)
+        if held is not None:
+            with self._changed:
+                self._blocks[ref.ticket] = LoadingBlock(dataset, local, 0)
+                self.ledger.open(ref.ticket, 0)
+                self.ledger.hold(ref.ticket, held)
+                self.ledger.complete(ref.ticket)
+            return
         block, self._next_block = self._next(ref), None
         names = self._memory.incomplete(block.ref, block.dataset.region_readers)
         block.left = len(names)
@@ -260,17 +273,18 @@ class Fetcher:
             self._awaited = -1
             if self._failure is not None:
                 return self._failure
-            self.ledger.use(ticket)
+            held = self.ledger.use(ticket)
             error, block.error = block.error, None  # its traceback may hold the block
             if error is None and not self._closed.is_set():
-                self._memory.complete(ticket)
+                self._memory.complete(ticket, held)
             return error
 
-    def forget(self, ticket: int) -> None:
-        """Remove a block that was in use and is released."""
+    def release(self, ticket: int) -> None:
+        """Release a block that was in use."""
         with self._changed:  # threads that wait for memory iterate over the blocks
             del self._blocks[ticket]
             self.ledger.close(ticket)
+        self._memory.release(ticket)
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no block: every `wait` returns it from now on."""

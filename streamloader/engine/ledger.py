@@ -50,7 +50,7 @@ class Ledger:
         most = self._bodies.most
         if batches_grow:
             most = min(most, self.needed + ahead_limit(most))
-        return self._bodies.used + self._expected + size <= most
+        return self._bodies.fit(self._expected + size, most)
 
     def check(self, size: int) -> None:
         """Raise `MemoryBudgetError` if a block of this size does not fit in addition to those in use."""
@@ -78,11 +78,12 @@ class Ledger:
         self._expected -= account.expected
         self.grant()
 
-    def use(self, ticket: int) -> None:
-        """Count a block as in use."""
+    def use(self, ticket: int) -> int:
+        """Count a block as in use; return the bytes that it holds."""
         account = self._accounts[ticket]
         account.needed = account.held
         self.needed += account.needed
+        return account.held
 
     def close(self, ticket: int) -> None:
         """Count a block no more, which was in use."""
@@ -94,6 +95,7 @@ class Ledger:
         self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
         # `used` includes bodies of loading blocks, so `_expected` would count these twice
         accounts = self._accounts.values()
+        self._bodies.fit(0, self._bodies.most)
         blocks = sum(max(account.held, 0 if account.loaded else account.expected) for account in accounts)
         return max(blocks, self._bodies.used)
 
@@ -140,7 +142,7 @@ class Ledger:
 
         Most of the memory is left for an earlier block, whose decoded size is unknown until its body arrives.
         """
-        if self._bodies.used + size > self._bodies.most:
+        if not self._bodies.fit(size, self._bodies.most):
             return False
         oldest = min((number for number, account in self._accounts.items() if not account.loaded), default=ticket)
         later = sum(account.held for number, account in self._accounts.items() if number > oldest)

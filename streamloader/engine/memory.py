@@ -29,16 +29,26 @@ class Buffers:
 
     `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
     returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
-    kept. Unused arrays are freed when all arrays together would exceed `most` bytes.
+    kept. Unused arrays are freed when all arrays together would exceed `most` bytes; then `give_up` is called, which
+    ends leases as long as it returns True.
     """
 
-    def __init__(self, arena: Arena, counters: Counters, *, keep: int = 8, most: float = math.inf) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        counters: Counters,
+        *,
+        keep: int = 8,
+        most: float = math.inf,
+        give_up: Callable[[], bool] | None = None,
+    ) -> None:
         self._arena = arena
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
         self._keep = keep
         self.most = most
+        self._give_up = give_up
         self._allocated = 0
         self._freed: deque[int] = deque()  # sizes
         self._watched: dict[int, tuple[weakref.ref[NDArray[Any]], Callable[[], None]]] = {}
@@ -50,6 +60,13 @@ class Buffers:
         """The number of bytes that are leased."""
         with self._lock:
             return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
+
+    def fit(self, size: int, most: float) -> bool:
+        """Return whether `size` more bytes would leave at most `most` leased, after others were given up for them."""
+        while self.used + size > most:
+            if self._give_up is None or not self._give_up():
+                return False
+        return True
 
     def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> NDArray[Any]:
         """Return an uninitialized array.
@@ -122,9 +139,12 @@ class Buffers:
 
     def _trim(self, more: int) -> None:
         """Free unused arrays, the largest first, until `more` bytes fit."""
-        for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
-            while free and self._alive() + more > self.most:
-                free.popleft()
+        while self._alive() + more > self.most:
+            unused = max((size for size, free in self._free.items() if free), default=None)
+            if unused is not None:
+                self._free[unused].popleft()
+            elif self._give_up is None or not self._give_up():
+                return
 
 
 def _capacity(nbytes: int) -> int:
@@ -148,6 +168,8 @@ TOLERANCE_BYTES = 16 << 20
 MACHINE_SHARE = 0.8
 # The share of that which a loader may take without `memory=` to keep decoded arrays for later epochs.
 KEPT_SHARE = 0.5
+# All blocks are kept if so many requests in flight fit beside them; otherwise more of these have precedence.
+KEPT_THREADS = 16
 
 
 SUMMED = ("slot_bytes", "item_bytes", "batch_bytes", "resident_bytes", "kept_bytes", "uneven_bytes")
@@ -246,7 +268,7 @@ class Budget(NamedTuple):
 
     `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
     `exact`: `bytes` is the user's `memory=`, so a larger need is an error. `fills_batches`: as of `Demand`.
-    `keeps`: what was read is kept for later epochs.
+    `keeps`: what was read is kept for later epochs, in `Demand.kept_bytes`. `kept_slots`: else the blocks that are.
     """
 
     slots: int
@@ -258,11 +280,12 @@ class Budget(NamedTuple):
     cores: int = 1
     fills_batches: bool = False
     keeps: bool = False
+    kept_slots: int = 0
 
     @property
-    def shape(self) -> tuple[int, bool, bool]:
+    def shape(self) -> tuple[int, bool, bool, int]:
         """What the memory of blocks depends on."""
-        return self.slots, self.fills_batches, self.keeps
+        return self.slots, self.fills_batches, self.keeps, self.kept_slots
 
     @property
     def usual_bytes(self) -> int:
@@ -294,7 +317,8 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
 
     Without `memory`, the window and all `Demand.most_threads` threads get the memory that they need, as long as all
     ranks of this machine together stay below 80 % of its memory. Arrays are kept if all that is read of them fits: into
-    `memory`, or without it into `KEPT_SHARE` of the limit.
+    `memory`, or without it into `KEPT_SHARE` of the limit. Otherwise, with `memory`, blocks are kept: all if they fit
+    beside `KEPT_THREADS` requests, else as many as fit beside all requests.
     """
     limit, most = allowance(memory, ranks_here), demand.most_threads if memory is None else MAX_THREADS
     least, thread, flight = demand.window_bytes, demand.thread_bytes, demand.flight_bytes
@@ -314,16 +338,22 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
             f"give memory={least} or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
         )
-    threads = min(MAX_THREADS, 1 + (limit - least) // thread)
+    fills_batches = demand.fills_batches and not keeps
+    keeps_blocks = memory is not None and not keeps and not fills_batches and demand.slot_bytes > 0
+    every = demand.blocks * demand.slot_bytes
+    kept_bytes = every if keeps_blocks and least + every + (KEPT_THREADS - 1) * thread <= limit else 0
+    threads = min(MAX_THREADS, 1 + (limit - least - kept_bytes) // thread)
     # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one
     slots = max(1, demand.slots, min(demand.slots + threads // demand.pieces, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
     threads = min(threads, slots * demand.pieces)
-    fills_batches = demand.fills_batches and not keeps
+    left = limit - demand.held_bytes - slots * demand.slot_bytes - threads * flight
+    kept = max(0, min(demand.blocks, left // demand.slot_bytes)) if keeps_blocks else 0
     outside = demand.slot_bytes - (0 if fills_batches else demand.item_bytes)  # of bodies
-    fixed = threads * demand.connection_bytes + (demand.kept_bytes if keeps else slots * outside)
-    bodies = limit - demand.held_bytes - fixed
-    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, fills_batches, keeps)
+    fixed = threads * demand.connection_bytes + (demand.kept_bytes if keeps else (slots + kept) * outside)
+    fixed += threads * demand.request_bytes // 2 if kept else 0  # clients' memory, which kept blocks must not take
+    bodies, exact = limit - demand.held_bytes - fixed, memory is not None
+    return Budget(slots, threads, limit, bodies, demand.batch_bytes, exact, cores, fills_batches, keeps, kept)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:

@@ -242,6 +242,22 @@ class EpochOrder:
         """Return the number of the block at each ordinal. Block n starts at sample n * block."""
         return permute(ordinals, self.num_blocks, self._keys[0]) if self.shuffle else ordinals
 
+    def first_uses(self, numbers: NDArray[np.int64], lanes: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return when the first of some `lanes` of a shuffled order reads each block; infinity if none does.
+
+        From 0 for the start of the epoch to 1: where its first arrival in a lane is. `numbers`: of the blocks. `lanes`:
+        whether each lane counts.
+        """
+        ordinals = permute(numbers, self.num_blocks, self._keys[0], inverse=True)
+        length, longer = divmod(self.num_samples, self.lanes)
+        begins = np.arange(self.lanes + 1) * length + np.minimum(np.arange(self.lanes + 1), longer)
+        first, last = self.first_arrivals(ordinals), self.first_arrivals(ordinals + 1) - 1
+        lane, end = (np.searchsorted(begins, arrival, side="right") - 1 for arrival in (first, last))
+        counts = np.concatenate([[0], np.cumsum(lanes)])
+        # a block that continues in a later lane is what that lane begins with
+        uses = np.where(counts[end + 1] > counts[lane + 1], 0.0, np.inf)
+        return np.where(lanes[lane], np.minimum(uses, (first - begins[lane]) / max(1, length)), uses)
+
     def samples(self, arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample number of each arrival."""
         ordinals, rows = self.locate(arrivals)

@@ -19,6 +19,7 @@ from numbers import Rational
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
@@ -168,6 +169,7 @@ def phases_from(phases: Sequence[Phase], position: int, unit: int) -> tuple[Phas
     return tuple(by_start.values())
 
 
+Times = NDArray[np.float64]
 MixKey = tuple[int, int, int, int]  # (source, epoch of the source, lane, ordinal of the block)
 Stop = Literal["first", "last"]
 
@@ -435,6 +437,27 @@ class MixShare(EpochShare):
                 keys += [(source, epoch, *key) for key in reads.keys]
                 parts.append(reads._replace(start=reads.start + first_sample, stop=reads.stop + first_sample))
         return BlockReads(keys, *join_blocks(parts), block, row), [positions]
+
+    def next_uses(self, keys: Sequence[MixKey], start: Ints) -> tuple[Ints, Times]:
+        """Return the first sample of some blocks, and when their source's next epoch reads them.
+
+        That is about the position in the run, from the weights of the last phase.
+        """
+        begin, weights = self.bounds[0], self.mix.phases[-1]
+        counts, first, uses = self.mix.counts(begin).tolist(), start.copy(), np.full(start.size, np.inf)
+        columns = np.array(keys, np.int64).reshape(-1, 4)
+        for source, epoch in sorted(set(map(tuple, columns[:, :2].tolist()))):
+            of_epoch = np.flatnonzero((columns[:, 0] == source) & (columns[:, 1] == epoch))
+            order = replace(self.mix.orders[source], epoch=epoch)
+            size = self.world.size if self.divides else 1
+            world = World((self.world.rank - (epoch + 1) * order.num_samples) % size, size)
+            share = Share(order, self.batch, world, "pad", self.mix.units[source])
+            at, times = share.next_uses((), start[of_epoch] - self.mix.firsts[source])
+            first[of_epoch] = at + self.mix.firsts[source]
+            if weight := weights.weight(source):
+                turns = (times * order.num_samples - counts[source]) * sum(weights.weights) / weight
+                uses[of_epoch] = begin + turns
+        return first, uses
 
 
 def _read_source(order: EpochOrder, unit: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, repeat, starmap, tee
+from math import inf
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -178,6 +179,14 @@ class EpochShare:
         """Return the positions of a span's rows in parts."""
         raise NotImplementedError
 
+    def next_uses(self, keys: Sequence[Any], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
+        """Return the first sample of some blocks, which parts of a block share, and when they are read after the epoch.
+
+        `keys` and `start`: as in `BlockReads`. The times of a run can be compared with one another; infinity: the next
+        epoch of this rank does not read the block.
+        """
+        raise NotImplementedError
+
     def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts, each with the rows of one or more plans."""
         raise NotImplementedError
@@ -226,7 +235,7 @@ class EpochShare:
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
             reads, parts = next(reading)
-            tickets, opened, labels = _assign_tickets(reads, live, ticket, starts, rows)
+            tickets, opened, labels = _assign_tickets(self, reads, live, ticket, (starts, rows))
             begin = 0
             for positions in self.positions_of_span(span) if parts is None else parts:
                 part = slice(begin, begin + positions.size)
@@ -397,6 +406,21 @@ class Share(EpochShare):
             positions = np.concatenate([*sources()])
             reads = read_units(self.num_samples, self.unit, positions, next_position, last=span.last)
         return reads, None
+
+    @cached_property
+    def _next_order(self) -> tuple[EpochOrder, NDArray[np.bool_]]:
+        """The order of the next epoch, and whether this rank reads each of its lanes."""
+        every = not self.divides
+        lanes = np.array([every or lane % self.world.size == self.world.rank for lane in range(self.order.lanes)])
+        return replace(self.order, epoch=self.epoch + 1), lanes
+
+    def next_uses(self, _keys: Sequence[Key], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
+        """Return the first sample of some blocks, and when they are read in the next epoch: its number and a part."""
+        order, lanes = self._next_order
+        if not order.shuffle:
+            return start, self.epoch + 1 + start / self.num_samples
+        numbers = start // order.params.block
+        return numbers * order.params.block, self.epoch + 1 + order.first_uses(numbers, lanes)
 
     def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts."""
@@ -637,11 +661,16 @@ class BlockRef(NamedTuple):
     """The fetch of the samples [start, stop). Tickets number the fetches of a rank in order of first need.
 
     A block that two lanes share is two fetches, each of its lane's part: no sample is fetched twice.
+
+    `block`: the first sample of the block that it is a part of. `next_use`: when that is read after this epoch, which
+    can be compared with that of other blocks: see `EpochShare.next_uses`.
     """
 
     ticket: int
     start: int
     stop: int
+    block: int = -1
+    next_use: float = inf
 
 
 class BatchPlan(NamedTuple):
@@ -685,12 +714,15 @@ Labels = Iterator[tuple[int, tuple[BlockRef, ...], tuple[int, ...]]]  # (step, n
 
 
 def _assign_tickets(
-    reads: BlockReads, live: Mapping[Any, int], next_ticket: int, steps: range, plan_rows: int
+    share: EpochShare, reads: BlockReads, live: Mapping[Any, int], next_ticket: int, plans: tuple[range, int]
 ) -> tuple[Ints, int, Labels]:
     """Assign tickets to the blocks that are needed for the first time; `live` blocks keep their tickets.
 
+    `plans`: the first steps of the plans, and their rows.
+
     Returns the ticket of each block (-1 if it is not used yet), the number of new tickets, and the labels of the plans.
     """
+    steps, plan_rows = plans
     rows = np.arange(reads.block.size, dtype=np.int32 if reads.block.size < 2**31 else np.int64)
     first = np.full(len(reads.keys), rows.size)
     first[reads.block[::-1]] = rows[::-1]  # numpy keeps the last assignment to an index
@@ -702,7 +734,9 @@ def _assign_tickets(
     tickets[opened] = next_ticket + np.arange(opened.size)
     closed = np.flatnonzero(reads.finished & (tickets >= 0))
     closed = closed[np.argsort(last[closed], kind="stable")]
-    refs = list(map(BlockRef, *(column[opened].tolist() for column in (tickets, reads.start, reads.stop))))
+    keys = [reads.keys[number] for number in opened.tolist()]
+    columns = [column[opened] for column in (tickets, reads.start, reads.stop)]
+    refs = list(map(BlockRef, *(column.tolist() for column in (*columns, *share.next_uses(keys, columns[1])))))
     edges = np.arange(len(steps) + 1) * plan_rows
     needs = _grouped(refs, first[opened], edges)
     done = _grouped(tickets[closed].tolist(), np.maximum(last[closed], 0), edges)

@@ -1,0 +1,81 @@
+"""The blocks that are in memory: those that batches use, and those that are kept for later epochs.
+
+Of the blocks that no batch uses, the one whose next use is latest is dropped first, which no choice reads less than
+(L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5, 1966). The order
+tells the next use: `BlockRef.next_use`.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from streamloader.order.schedule import BlockRef
+
+NO_SLOT = -1
+
+
+class KeptBlocks:
+    """Which slots have loaded blocks, with the users of each, their tickets. It holds no memory itself.
+
+    `most`: the blocks without users that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.unused = 0  # blocks without users
+        self._slots: dict[int, int] = {}  # by the first sample of a block
+        self._refs: dict[int, BlockRef] = {}  # by slot: the samples that were loaded
+        self._users: dict[int, int] = {}  # by slot
+        self._sizes: dict[int, int] = {}  # by slot
+        # (-next use, ticket, slot) of blocks that lost their last user then; they may have got another one since
+        self._by_next_use: list[tuple[float, int, int]] = []
+
+    def __contains__(self, ref: BlockRef) -> bool:
+        """Return whether all samples of a block, or of a part of it, are in memory."""
+        kept = self._refs.get(self._slots.get(ref.block, NO_SLOT))
+        return kept is not None and kept.start <= ref.start and ref.stop <= kept.stop
+
+    def add(self, slot: int, ref: BlockRef, size: int) -> int:
+        """Register the block that was loaded into a slot, where it has a user, and `size` bytes.
+
+        Return the slot of another part of the block that is kept instead no more, or `NO_SLOT`. Nothing changes if the
+        slot is registered, or a part is that has users.
+        """
+        other = self._slots.get(ref.block, NO_SLOT)
+        if not self.most or slot in self._refs or self._users.get(other):
+            return NO_SLOT
+        if other != NO_SLOT:
+            self._remove(other)
+        self._slots[ref.block], self._refs[slot], self._users[slot], self._sizes[slot] = slot, ref, 1, size
+        return other
+
+    def use(self, ref: BlockRef) -> tuple[int, int, int]:
+        """Add a user to a block that it contains; return its slot, the row of `ref.start` in it, and its bytes."""
+        slot = self._slots[ref.block]
+        self.unused -= not self._users[slot]
+        self._users[slot] += 1
+        return slot, ref.start - self._refs[slot].start, self._sizes[slot]
+
+    def release(self, slot: int, ref: BlockRef) -> bool:
+        """Remove a user, if the slot is registered; return whether it is."""
+        if slot not in self._refs:
+            return False
+        self._users[slot] -= 1
+        if not self._users[slot]:
+            self.unused += 1
+            self._refs[slot] = self._refs[slot]._replace(ticket=ref.ticket)
+            heappush(self._by_next_use, (-ref.next_use, ref.ticket, slot))
+        return True
+
+    def drop(self) -> int:
+        """Return the slot of the block without users whose next use is latest, which is dropped; `NO_SLOT` if none."""
+        while self._by_next_use:
+            _, ticket, slot = heappop(self._by_next_use)
+            if slot in self._refs and self._refs[slot].ticket == ticket and not self._users[slot]:
+                self._remove(slot)
+                return slot
+        return NO_SLOT
+
+    def _remove(self, slot: int) -> None:
+        del self._slots[self._refs.pop(slot).block], self._users[slot], self._sizes[slot]
+        self.unused -= 1
