@@ -18,8 +18,9 @@ from test_schedule import runs
 import streamloader as sl
 from streamloader.engine import engine
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
-from streamloader.engine.memory import Budget, Demand
-from streamloader.options import Layout
+from streamloader.engine.memory import KEPT_THREADS, MAX_THREADS, Budget, Demand, allot
+from streamloader.measure.forecast import ForecastOptions, forecast
+from streamloader.options import MIB, Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.mixture import Mix, MixShare, Phase
 from streamloader.order.schedule import BlockRef, EpochShare, World
@@ -167,6 +168,7 @@ def test_a_mixture_tells_when_its_sources_read_a_block_again(data):
                     assert min(abs(ref.next_use - use) for use in later[ref.block]) <= window
 
 
+GIB = 1024 * MIB
 LAYOUT = Layout(shard_size=1 << 20, block_size=1 << 15, chunk_size=1 << 13, codec="lz4")
 FIELDS = {
     "rows": {"x": "float32[1000]"},
@@ -263,3 +265,28 @@ def test_what_fits_in_part_is_read_less(folder, monkeypatch, name, workers):
     assert found[0][0] == found[0.5][0]
     assert made[-1].kept_slots > 5
     assert found[0.5][1][3] <= found[0][1][3] - 3 * made[-1].kept_slots
+
+
+def test_a_plan_tells_which_share_of_the_blocks_is_kept(folder):
+    def kept(memory: int | None) -> float:
+        options = ForecastOptions(batch_size=16, shuffle=sl.Shuffle(lanes=1), memory=memory)
+        return forecast(str(folder / "both"), options).kept
+
+    assert kept(None) == 0
+    assert kept(256_000_000) == 1
+
+
+@given(st.integers(0, 8 * GIB))
+def test_memory_that_requests_do_not_need_keeps_blocks(more):
+    demand = Demand(slots=20, slot_bytes=4 * MIB, request_bytes=4 * MIB, blocks=1000, item_bytes=4 * MIB, pieces=1)
+    least = demand.least_bytes
+    budget, least_budget = allot(demand, least + more), allot(demand, least)
+    assert least_budget.kept_slots == 0
+    assert budget.slots + budget.kept_slots <= demand.slots + MAX_THREADS + demand.blocks
+    if budget.kept_slots < demand.blocks:  # what is left is less than another request needs
+        kept = budget.kept_slots * demand.slot_bytes
+        assert kept < demand.thread_bytes or budget.threads == MAX_THREADS
+    else:
+        assert budget.threads >= KEPT_THREADS
+    if more >= 1000 * demand.slot_bytes + MAX_THREADS * demand.thread_bytes:
+        assert (budget.kept_slots, budget.threads) == (1000, MAX_THREADS)

@@ -135,7 +135,9 @@ def _steps_line(planned: Forecast | MixtureForecast) -> str:
 
 def _memory_line(planned: Forecast | MixtureForecast) -> str:
     held = f"; {', '.join(planned.held)} held in memory" if planned.held else ""
-    held += "; blocks are kept in memory, and not read again in later epochs" if planned.kept else ""
+    if planned.kept:
+        blocks = "blocks are" if planned.kept == 1 else f"{planned.kept:.0%} of the blocks are"
+        held += f"; {blocks} kept in memory, and not read again in later epochs"
     return f"memory    {show_bytes(planned.memory)} for each rank, at least {show_bytes(planned.least_memory)}{held}"
 
 

@@ -71,7 +71,7 @@ class Memory:
             Counters(),
             keep=budget.slots + MAX_THREADS,
             most=budget.body_bytes,
-            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else None,
+            **({"give_up": partial(_drop_kept, self._lock, self._kept, free)} if in_bodies else {}),
         )
         kept = self.residences.items() if budget.keeps else ()
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
@@ -185,9 +185,9 @@ class Memory:
         return slot_rows
 
     def _grow(self, span: int) -> None:
-        table = np.zeros(2 << span.bit_length(), np.int64)
-        for ticket, slot in self._slots.items():
-            table[ticket & (len(table) - 1)] = slot * self.block
+        table, old = np.zeros(2 << span.bit_length(), np.int64), self._first_row
+        tickets = np.array([*self._slots], np.int64)
+        table[tickets & (len(table) - 1)] = old[tickets & (len(old) - 1)]
         self._first_row = table
 
 

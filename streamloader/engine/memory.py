@@ -29,8 +29,8 @@ class Buffers:
 
     `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
     returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
-    kept. Unused arrays are freed when all arrays together would exceed `most` bytes; then `give_up` is called, which
-    ends leases as long as it returns True.
+    kept. When leases would exceed `most` bytes, `give_up` is called, which ends some and returns True as long as it can.
+    Unused arrays are freed when all arrays together would exceed them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Buffers:
         *,
         keep: int = 8,
         most: float = math.inf,
-        give_up: Callable[[], bool] | None = None,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._arena = arena
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
@@ -64,7 +64,7 @@ class Buffers:
     def fit(self, size: int, most: float) -> bool:
         """Return whether `size` more bytes would leave at most `most` leased, after others were given up for them."""
         while self.used + size > most:
-            if self._give_up is None or not self._give_up():
+            if not self._give_up():
                 return False
         return True
 
@@ -88,14 +88,15 @@ class Buffers:
 
     def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
         """Return memory and the deque that it returns to: unused memory of this or the next size, else new memory."""
-        for size in (capacity, _capacity(capacity + 1)):
-            free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
-            if size == capacity and self._made[size, dtype] < usual:
+        while True:
+            for size in (capacity, _capacity(capacity + 1)):
+                free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
+                if size == capacity and self._made[size, dtype] < usual:
+                    break
+                if free:
+                    return free.pop(), free
+            if self.used + capacity <= self.most or not self._give_up():
                 break
-            try:
-                return free.pop(), free
-            except IndexError:
-                continue
         self._trim(capacity)
         self._made[capacity, dtype] += 1
         self._counters.add(buffers_allocated=1)
@@ -139,12 +140,9 @@ class Buffers:
 
     def _trim(self, more: int) -> None:
         """Free unused arrays, the largest first, until `more` bytes fit."""
-        while self._alive() + more > self.most:
-            unused = max((size for size, free in self._free.items() if free), default=None)
-            if unused is not None:
-                self._free[unused].popleft()
-            elif self._give_up is None or not self._give_up():
-                return
+        for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
+            while free and self._alive() + more > self.most:
+                free.popleft()
 
 
 def _capacity(nbytes: int) -> int:

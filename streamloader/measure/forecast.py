@@ -152,9 +152,9 @@ class ForecastOptions:
 class EpochForecast:
     """The forecast of an epoch over all ranks.
 
-    `held`: the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs.
-    `requests`, `bytes`: those of all ranks in the first epoch. `memory`: the bytes that the loader of a rank
-    may use. `least_memory`: the least that it needs.
+    `held`: the fields that every rank holds in memory. `kept`: the share of the blocks that every rank keeps in memory
+    for later epochs, from 0 to 1. `requests`, `bytes`: those of all ranks in the first epoch. `memory`: the bytes that
+    the loader of a rank may use. `least_memory`: the least that it needs.
     """
 
     num_samples: int
@@ -164,7 +164,7 @@ class EpochForecast:
     memory: int
     least_memory: int
     held: tuple[str, ...]
-    kept: bool
+    kept: float
     requests: int
     bytes: int
 
@@ -376,6 +376,7 @@ def _epoch(
         count = count * times + resident_count * options.world_size
         size = size * times + resident_size * options.world_size
         reads.append(Reads(round(count), round(size), arrays))
+    blocks = sum(-(-dataset.num_samples // share.block) for dataset in loader._datasets)
     values: dict[str, Any] = {
         "num_samples": share.num_samples,
         **{name: getattr(options, name) for name in ("world_size", "batch_size")},
@@ -383,7 +384,7 @@ def _epoch(
         "memory": budget.bytes,
         "least_memory": engine.least_memory(share),
         "held": tuple(resident),
-        "kept": budget.keeps,
+        "kept": 1.0 if budget.keeps else min(1.0, budget.kept_slots / max(1, blocks)),
         "requests": sum(each.requests for each in reads),
         "bytes": sum(each.bytes for each in reads),
     }
