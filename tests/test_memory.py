@@ -123,7 +123,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
         resume.set()
         assert fetcher.wait(0) is None
         assert 4 << 20 <= fetcher.leave(0) <= 5 << 20
-        fetcher.forget(0)
+        fetcher.release(0)
 
 
 def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_later_one(tmp_path, monkeypatch):

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
-from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget, Buffers
+from streamloader.engine.memory import (
+    LIVE_BATCHES,
+    MAX_THREADS,
+    READY_BATCHES,
+    TOLERANCE_BYTES,
+    Budget,
+    Buffers,
+    nothing_to_give_up,
+)
 from streamloader.engine.regions import BatchRow, BatchRows, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
 from streamloader.format.reader import FieldReader
@@ -71,7 +79,7 @@ class Memory:
             Counters(),
             keep=budget.slots + MAX_THREADS,
             most=budget.body_bytes,
-            **({"give_up": partial(_drop_kept, self._lock, self._kept, free)} if in_bodies else {}),
+            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else nothing_to_give_up,
         )
         kept = self.residences.items() if budget.keeps else ()
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}

@@ -24,13 +24,18 @@ from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
 
 
+def nothing_to_give_up() -> bool:
+    """Return False."""
+    return False
+
+
 class Buffers:
     """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
 
     `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
     returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
-    kept. When leases would exceed `most` bytes, `give_up` is called, which ends some and returns True as long as it can.
-    Unused arrays are freed when all arrays together would exceed them.
+    kept. When leases would exceed `most` bytes, `give_up` is called, which ends some, and returns True as long as it
+    can. Unused arrays are freed when all arrays together would exceed them.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class Buffers:
         *,
         keep: int = 8,
         most: float = math.inf,
-        give_up: Callable[[], bool] = lambda: False,
+        give_up: Callable[[], bool] = nothing_to_give_up,
     ) -> None:
         self._arena = arena
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
