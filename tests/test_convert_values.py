@@ -8,6 +8,7 @@ from sources import plain
 
 import streamloader as sl
 from streamloader.errors import DestinationError, FieldError, SourceError, StreamloaderError, UsageError
+from streamloader.format import codecs
 
 LARGE = 2**53 + 1  # the first whole number that float64 does not hold
 
@@ -200,3 +201,11 @@ def test_a_type_that_holds_every_value_is_taken(array, dtype, tmp_path):
     np.save(tmp_path / "x.npy", array)
     ds = converted(tmp_path / "x.npy", tmp_path, fields=f"x={dtype}")
     assert np.array_equal(ds.read("x", 0, len(array)), array.astype(dtype), equal_nan=array.dtype.kind == "f")
+
+
+def test_samples_that_are_measured_together_may_exceed_a_chunk(tmp_path, monkeypatch):
+    """A chunk has up to 2 GiB, and 16 samples are measured whatever their size."""
+    monkeypatch.setattr(codecs, "MAX_CHUNK_BYTES", 1 << 20)
+    samples = [{"x": bytes([number]) * 200_000} for number in range(16)]
+    sl.convert(samples, tmp_path / "out", workers=0)
+    assert sl.open(tmp_path / "out")[15] == samples[15]

@@ -28,8 +28,8 @@ from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import open_object, pack, qualified_name
 from streamloader.conversion.transforms import Mapper, Recode, map_source, recode_source
 from streamloader.format import publish
-from streamloader.format.codecs import Column, column_size, encode_chunk, measure_codec
-from streamloader.format.geometry import Geometry, choose_layouts, settle
+from streamloader.format.codecs import Column, column_size
+from streamloader.format.geometry import Geometry, Schema, settle
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names
 from streamloader.format.opening import ROOT, open_root, read_job, read_lines
 from streamloader.format.tables import lengths_path
@@ -243,20 +243,6 @@ class RunOptions(Option):
             pack(transforms.mapper.function, f"function {transforms.mapper.name.removeprefix('__main__:')}")
 
 
-@dataclass(frozen=True)
-class Schema:
-    """The fields of a source, with codec and mean stored and decoded bytes per sample, measured on some rows."""
-
-    fields: Mapping[str, Field]
-    codecs: Mapping[str, str]
-    sizes: Mapping[str, float]
-    decoded: Mapping[str, float]
-
-    def geometry(self, num_samples: int, options: Layout) -> Geometry:
-        """Return the geometry of a dataset with that many of these samples."""
-        return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options, decoded=self.decoded)
-
-
 def probe(source: RowSource, options: Layout, keep_bad: bool) -> Schema:
     """Read some rows, and choose the codecs; the same source gives the same schema.
 
@@ -273,14 +259,7 @@ def probe(source: RowSource, options: Layout, keep_bad: bool) -> Schema:
     rows = spread_rows(source.num_samples, int(min(PROBE_ROWS, PROBE_BYTES / max(row_bytes, 1.0))))
     if len(rows) > len(few):
         columns = read(rows)
-    codecs, sizes, decoded = dict[str, str](), dict[str, float](), dict[str, float]()
-    for name, kind in source.fields.items():
-        column, count = columns[name], len(columns[name])
-        codecs[name], _ = measure_codec(options.codec, kind, column)
-        layout = FieldLayout(kind, chunk=count, shard=count, codec=codecs[name], resident=False)
-        sizes[name] = len(encode_chunk(layout, column)) / count if count else float(kind.item_bytes)
-        decoded[name] = column_size(column) / max(1, count)
-    return Schema(source.fields, codecs, sizes, decoded)
+    return Schema.measure(source.fields, columns, options.codec)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,16 +1,17 @@
-"""Chooses chunk, block, shard and the pinned order of a dataset from sizes alone. Pure.
+"""Chooses chunk, block, shard and the pinned order of a dataset from sizes alone, which are measured on some samples.
 
-Every size is a power of two, so chunk divides block divides shard.
+Pure. Every size is a power of two, so chunk divides block divides shard.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import log2
-from typing import Any
+from typing import Any, Self
 
 from streamloader.errors import FieldError
+from streamloader.format.codecs import Column, column_size, measure_codec
 from streamloader.format.manifest import MAX_CHUNK_BYTES, RESIDENT_TOTAL, Field, FieldLayout, OrderPin, layout_json
-from streamloader.options import MIB, Layout
+from streamloader.options import MIB, CodecChoice, Layout
 
 RESIDENT_ITEM = 1024  # maximum bytes per sample of a resident field: larger samples are worth separate requests
 RESIDENT_CHUNK = MIB
@@ -44,6 +45,29 @@ class Geometry:
             "layouts": {name: layout_json(layout) for name, layout in sorted(self.layouts.items())},
             "options": asdict(self.options),
         }
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of samples, with codec and mean stored and decoded bytes per sample, measured on some of them."""
+
+    fields: Mapping[str, Field]
+    codecs: Mapping[str, str]
+    sizes: Mapping[str, float]
+    decoded: Mapping[str, float]
+
+    @classmethod
+    def measure(cls, fields: Mapping[str, Field], columns: Mapping[str, Column], choice: CodecChoice) -> Self:
+        """Return the schema of samples like those in the columns; equal columns give the same."""
+        codecs, sizes = dict[str, str](), dict[str, float]()
+        for name, kind in fields.items():
+            codecs[name], sizes[name] = measure_codec(choice, kind, columns[name])
+        decoded = {name: column_size(columns[name]) / max(1, len(columns[name])) for name in fields}
+        return cls(fields, codecs, sizes, decoded)
+
+    def geometry(self, num_samples: int | None, options: Layout) -> Geometry:
+        """Return the provisional geometry of a dataset with that many of these samples; None if that is unknown."""
+        return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options, decoded=self.decoded)
 
 
 def choose_layouts(

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, StorageError, UsageError
-from streamloader.format.codecs import Column, column_size, measure_codec
-from streamloader.format.geometry import Geometry, choose_layouts
+from streamloader.format.codecs import Column
+from streamloader.format.geometry import Geometry, Schema
 from streamloader.format.manifest import Field, Manifest, check_name
 from streamloader.format.publish import Receipt, begin, erase, finish, job_document, write_shard
 from streamloader.format.values import check_names, row_bytes, to_columns, to_value
@@ -260,11 +260,8 @@ class Writer:
     def _choose_geometry(self) -> Geometry:
         """Choose codecs and geometry from the first samples, and move them into shards."""
         probe = self._rows.columns()
-        codecs, sizes = {}, {}
-        for name, field in self._fields.items():
-            codecs[name], sizes[name] = measure_codec(self._layout.codec, field, probe[name])
-        decoded = {name: column_size(column) / max(1, len(column)) for name, column in probe.items()}
-        self._geometry = choose_layouts(self._fields, sizes, codecs, self._declared, self._layout, decoded=decoded)
+        schema = Schema.measure(self._fields, probe, self._layout.codec)
+        self._geometry = schema.geometry(self._declared, self._layout)
         rows = len(self._rows)
         self._rows = RowBuffer(self._fields, self._geometry.samples_per_shard)
         self._fill(self._geometry, probe, 0, rows)
