@@ -153,7 +153,7 @@ def held() -> Held:
 
 def slots() -> int:
     """Return how many loaders have slots for blocks."""
-    from streamloader.engine.blocks import Memory
+    from streamloader.engine.memory import Memory
 
     return sum(type(one) is Memory for one in gc.get_objects())  # isinstance wakes proxies
 

@@ -19,10 +19,10 @@ from zarr_stores import STORES, anchors, samples_of, url_of, values_of
 import streamloader as sl
 from streamloader import errors
 from streamloader.engine import fetcher as fetcher_module
-from streamloader.engine.blocks import Memory
+from streamloader.engine.budget import Budget
 from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import Attempt, Fetcher
-from streamloader.engine.memory import Budget
+from streamloader.engine.memory import Memory
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.loader.arguments import Source, open_dataset
 from streamloader.order.schedule import BlockRef

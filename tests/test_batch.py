@@ -11,8 +11,7 @@ from datasets import assert_threads_end, before_error, seen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamloader.engine.arena import Arena
-from streamloader.engine.memory import Buffers
+from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.residence import LARGE_ROW, Chunks, Ragged
 from streamloader.engine.stages import copy_all
 from streamloader.errors import CorruptError, DecodeError

@@ -13,18 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
 
-from streamloader.engine.arena import Arena, machine_memory
-from streamloader.engine.blocks import NO_SLOT, Memory
-from streamloader.engine.memory import (
-    LIVE_BATCHES,
-    MACHINE_SHARE,
-    MAX_THREADS,
-    Budget,
-    Buffers,
-    Demand,
-    allot,
-    allowance,
-)
+from streamloader.engine.arena import Arena, Buffers, machine_memory
+from streamloader.engine.budget import LIVE_BATCHES, MACHINE_SHARE, MAX_THREADS, Budget, Demand, allot, allowance
+from streamloader.engine.memory import NO_SLOT, Memory
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
@@ -167,7 +158,7 @@ def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more():
 EXIT = """
 import threading, weakref
 from streamloader.engine.arena import Arena
-from streamloader.engine.memory import Buffers
+from streamloader.engine.arena import Buffers
 from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters
 

@@ -17,8 +17,8 @@ from test_schedule import runs
 
 import streamloader as sl
 from streamloader.engine import engine
+from streamloader.engine.budget import KEPT_THREADS, MAX_THREADS, Budget, Demand, allot
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
-from streamloader.engine.memory import KEPT_THREADS, MAX_THREADS, Budget, Demand, allot
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import MIB, Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams

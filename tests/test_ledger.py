@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.engine.arena import Arena
+from streamloader.engine.arena import Arena, Buffers
+from streamloader.engine.budget import TOLERANCE_BYTES, Budget
 from streamloader.engine.ledger import Ledger
-from streamloader.engine.memory import TOLERANCE_BYTES, Budget, Buffers
 from streamloader.errors import EngineError, MemoryBudgetError
 from streamloader.options import MIB
 from streamloader.stats import Counters

@@ -20,11 +20,11 @@ from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun,
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
 from streamloader.engine import fetcher as fetcher_module
-from streamloader.engine.arena import Arena
-from streamloader.engine.blocks import Memory
+from streamloader.engine.arena import Arena, Buffers
+from streamloader.engine.budget import Budget
 from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import Fetcher
-from streamloader.engine.memory import Budget, Buffers
+from streamloader.engine.memory import Memory
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening

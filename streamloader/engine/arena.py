@@ -2,6 +2,8 @@
 
 A mapping reserves addresses, and pages exist once they are written. Shared memory is anonymous (`memfd_create`): it has
 no name, and ends with the last process that has its descriptor, however that ends.
+
+`Buffers` are used again, since the first write to a new page costs three times the copy into it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from streamloader.stats import Counters
 
 Bytes = NDArray[np.uint8]
 PAGE = mmap.PAGESIZE
@@ -163,3 +169,135 @@ def machine_memory() -> int:
         with suppress(OSError, ValueError):  # absent, or "max"
             total = min(total, int(Path(path).read_text()))
     return total
+
+
+def nothing_to_give_up() -> bool:
+    """Return False."""
+    return False
+
+
+class Buffers:
+    """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
+
+    `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
+    returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
+    kept. When leases would exceed `most` bytes, `give_up` is called, which ends some, and returns True as long as it
+    can. Unused arrays are freed when all arrays together would exceed them.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        counters: Counters,
+        *,
+        keep: int = 8,
+        most: float = math.inf,
+        give_up: Callable[[], bool] = nothing_to_give_up,
+    ) -> None:
+        self._arena = arena
+        self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
+        self._made: Counter[tuple[int, str]] = Counter()
+        self._counters = counters
+        self._keep = keep
+        self.most = most
+        self._give_up = give_up
+        self._allocated = 0
+        self._freed: deque[int] = deque()  # sizes
+        self._watched: dict[int, tuple[weakref.ref[NDArray[Any]], Callable[[], None]]] = {}
+        self._deleted: deque[weakref.ref[NDArray[Any]]] = deque()  # of the watched arrays; appended to without the lock
+        self._lock = threading.RLock()
+
+    @property
+    def used(self) -> int:
+        """The number of bytes that are leased."""
+        with self._lock:
+            return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
+
+    def fit(self, size: int, most: float) -> bool:
+        """Return whether `size` more bytes would leave at most `most` leased, after others were given up for them."""
+        while self.used + size > most:
+            if not self._give_up():
+                return False
+        return True
+
+    def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> NDArray[Any]:
+        """Return an uninitialized array.
+
+        `usual`: the number of such arrays that an ordinary loop holds at once. That many are allocated before one is
+        reused, so that memory peaks after the first batches and not when the consumer first falls behind.
+        """
+        count = math.prod(shape)
+        if not count:
+            return np.empty(shape, dtype)
+        capacity = _capacity(count * np.dtype(dtype).itemsize)
+        with self._lock:
+            self._alive()
+            base, free = self._spare(capacity, dtype, usual)
+        # the base of every view: numpy makes views of views refer to the first array that is a view of something else
+        root = np.frombuffer(base.data, dtype, count)
+        self._when_deleted(root, partial(free.append, base))
+        return root.reshape(shape)
+
+    def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
+        """Return memory and the deque that it returns to: unused memory of this or the next size, else new memory."""
+        while True:
+            for size in (capacity, _capacity(capacity + 1)):
+                free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
+                if size == capacity and self._made[size, dtype] < usual:
+                    break
+                if free:
+                    return free.pop(), free
+            if self.used + capacity <= self.most or not self._give_up():
+                break
+        self._trim(capacity)
+        self._made[capacity, dtype] += 1
+        self._counters.add(buffers_allocated=1)
+        return self._allocate(capacity), self._free[capacity, dtype]
+
+    def limit(self, most: float) -> None:
+        """Set `most`, and free unused arrays to comply."""
+        with self._lock:
+            self.most = most
+            self._trim(0)
+
+    def allocate(self, size: int) -> memoryview:
+        """Lease `size` bytes of writable memory."""
+        return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
+
+    def _allocate(self, size: int) -> NDArray[np.uint8]:
+        """Return new memory, counted until it is deleted."""
+        array = self._arena.allocate(size)
+        with self._lock:
+            self._allocated += array.nbytes
+        self._when_deleted(array, partial(self._freed.append, array.nbytes))
+        return array
+
+    def _when_deleted(self, array: NDArray[Any], call: Callable[[], None]) -> None:
+        """Call a function, which must not hold this pool, at the next use of it after an array was deleted.
+
+        An array is deleted in any thread, even inside `lease`, and what a signal handler raises in a callback of a weak
+        reference is lost. So the callback runs no Python code.
+        """
+        ref = weakref.ref(array, self._deleted.append)
+        self._watched[id(ref)] = ref, call
+
+    def _alive(self) -> int:
+        """Return the bytes of arrays that exist, after the calls for those that were deleted."""
+        while self._deleted:
+            _, call = self._watched.pop(id(self._deleted.popleft()))
+            call()
+        while self._freed:
+            self._allocated -= self._freed.popleft()
+        return self._allocated
+
+    def _trim(self, more: int) -> None:
+        """Free unused arrays, the largest first, until `more` bytes fit."""
+        for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
+            while free and self._alive() + more > self.most:
+                free.popleft()
+
+
+def _capacity(nbytes: int) -> int:
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two, so that batches of varying size share buffers."""
+    step = 1 << max(6, nbytes.bit_length() - 3)
+    return -(-nbytes // step) * step

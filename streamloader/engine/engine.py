@@ -24,11 +24,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from streamloader.engine.blocks import Memory, residence_of
+from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, allowance
 from streamloader.engine.dataset import Dataset, load_field, plans
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, PassEnded, sleeper
-from streamloader.engine.memory import READY_BATCHES, Budget, Demand, allot, allowance
+from streamloader.engine.memory import Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
 from streamloader.engine.residence import Rows
 from streamloader.engine.stages import Batch, LoaderConfig, Stages

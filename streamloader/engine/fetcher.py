@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
-from streamloader.engine.blocks import Memory
 from streamloader.engine.dataset import Dataset, first_samples
 from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.kept import NO_SLOT
 from streamloader.engine.ledger import Ledger
+from streamloader.engine.memory import Memory
 from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.engine.residence import Chunks, Rows, locate_items
@@ -216,7 +216,9 @@ class Fetcher:
         """
         if self._memory.has(self._locate(ref)[1]):
             return True
-        return self.ledger.fits(self._next(ref).expected, batches_grow=batches_grow)
+        expected = self._next(ref).expected  # without the lock, since it may read a chunk table
+        with self._changed:
+            return self.ledger.fits(expected, batches_grow=batches_grow)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""

@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from streamloader.engine.memory import TOLERANCE_BYTES, Budget, Buffers
-
-
-@dataclass(slots=True)
-class Account:
-    """The bytes of a block: `expected` until it is `loaded`, `held` now, `needed` once a batch has waited for it."""
-
-    expected: int
-    held: int = 0
-    needed: int = 0
-    loaded: bool = False
+from streamloader.engine.arena import Buffers
+from streamloader.engine.budget import TOLERANCE_BYTES, Budget
 
 
 class Ledger:
-    """Counts the bytes of blocks by ticket. Its owner has a lock, which all methods but `fits` and `check` require.
+    """Counts the bytes of blocks by ticket. Its owner has a lock, which all methods but `check` require.
 
     `needed`: bytes of the blocks in use, for which a batch has waited and which later ones still need.
     """
@@ -36,8 +26,9 @@ class Ledger:
     def __init__(self, bodies: Buffers, budget: Budget) -> None:
         self.needed = 0
         self._bodies, self._budget = bodies, budget
-        self._accounts: dict[int, Account] = {}
-        self._expected = 0  # bytes of blocks that are loading
+        self._held: dict[int, int] = {}  # bytes of a block, by ticket
+        self._loading: dict[int, int] = {}  # further bytes that are expected of a block that is loading, by ticket
+        self._used: dict[int, int] = {}  # the part of `needed` of a block, by ticket
         self._waiting: list[tuple[int, int, int, Callable[[], Exception | None], Future[memoryview]]] = []  # a heap
         self._numbers = count()
         self._awaited = -1  # the ticket that a batch waits for
@@ -50,7 +41,7 @@ class Ledger:
         most = self._bodies.most
         if batches_grow:
             most = min(most, self.needed + ahead_limit(most))
-        return self._bodies.fit(self._expected + size, most)
+        return self._bodies.fit(sum(self._loading.values()) + size, most)
 
     def check(self, size: int) -> None:
         """Raise `MemoryBudgetError` if a block of this size does not fit in addition to those in use."""
@@ -58,45 +49,39 @@ class Ledger:
 
     def open(self, ticket: int, expected: int) -> None:
         """Count a block that begins to load."""
-        self._accounts[ticket] = Account(expected)
-        self._expected += expected
+        self._held[ticket], self._loading[ticket] = 0, expected
 
     def hold(self, ticket: int, size: int, *, expected: bool = False) -> None:
         """Count bytes of a block that are in memory, fewer if negative. `expected`: they were part of that."""
-        account = self._accounts.get(ticket)
-        if account is None:  # closed: a late response to another request
+        if ticket not in self._held:  # closed: a late response to another request
             return
-        account.held += size
-        if expected:
-            account.expected -= size
-            self._expected -= size
+        self._held[ticket] += size
+        if expected and ticket in self._loading:
+            self._loading[ticket] -= size
 
     def complete(self, ticket: int) -> None:
         """Count a block that is loaded by what it holds."""
-        account = self._accounts[ticket]
-        account.loaded = True
-        self._expected -= account.expected
+        del self._loading[ticket]
         self.grant()
 
     def use(self, ticket: int) -> int:
         """Count a block as in use; return the bytes that it holds."""
-        account = self._accounts[ticket]
-        account.needed = account.held
-        self.needed += account.needed
-        return account.held
+        held = self._used[ticket] = self._held[ticket]
+        self.needed += held
+        return held
 
     def close(self, ticket: int) -> None:
         """Count a block no more, which was in use."""
-        self.needed -= self._accounts.pop(ticket).needed
+        del self._held[ticket]
+        self.needed -= self._used.pop(ticket)
         self.grant()
 
     def leave(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
         self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
-        # `used` includes bodies of loading blocks, so `_expected` would count these twice
-        accounts = self._accounts.values()
         self._bodies.fit(0, self._bodies.most)
-        blocks = sum(max(account.held, 0 if account.loaded else account.expected) for account in accounts)
+        # `used` includes bodies of loading blocks, so what is expected of these would count twice
+        blocks = sum(max(held, self._loading.get(ticket, 0)) for ticket, held in self._held.items())
         return max(blocks, self._bodies.used)
 
     def reserve(self, size: int, ticket: int, ended: Callable[[], Exception | None]) -> Future[memoryview]:
@@ -127,14 +112,13 @@ class Ledger:
             del error, granted  # whose frames refer to each other
 
     def _allocate(self, ticket: int, size: int, *, check: bool) -> tuple[Any, BaseException | None]:
-        account = self._accounts[ticket]
         try:
             if check:
-                self._budget.check(self.needed + account.held + size)
+                self._budget.check(self.needed + self._held[ticket] + size)
             memory = self._bodies.allocate(size)
         except BaseException as error:  # noqa: BLE001 - raised by the function that decodes
             return None, error.with_traceback(None)  # which holds this frame
-        account.held += size
+        self._held[ticket] += size
         return memory, None
 
     def _fits_ahead(self, ticket: int, size: int) -> bool:
@@ -144,8 +128,8 @@ class Ledger:
         """
         if not self._bodies.fit(size, self._bodies.most):
             return False
-        oldest = min((number for number, account in self._accounts.items() if not account.loaded), default=ticket)
-        later = sum(account.held for number, account in self._accounts.items() if number > oldest)
+        oldest = min(self._loading, default=ticket)
+        later = sum(held for number, held in self._held.items() if number > oldest)
         return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
 
 

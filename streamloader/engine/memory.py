@@ -1,364 +1,209 @@
-"""The buffers of blocks and batches, allocated once and reused, and the budget that divides `memory=` between them.
-
-Reuse pays since the first write to a new page costs three times the copy into it. The budget is pure arithmetic.
-"""
+"""The blocks of a pass in memory: slots, each with the samples of a block, and the residences of their fields."""
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.arena import Arena, machine_memory
-from streamloader.errors import MemoryBudgetError
-from streamloader.options import MIB
+from streamloader.engine.arena import Arena, Buffers, nothing_to_give_up
+from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget
+from streamloader.engine.kept import NO_SLOT, KeptBlocks
+from streamloader.engine.regions import BatchRow, BatchRows, Regions
+from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
+from streamloader.format.reader import FieldReader
+from streamloader.options import Pack
+from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
-from streamloader.storage.process import cpu_count
+from streamloader.storage.buffers import Allocate
+from streamloader.zarr.columns import ChunkPlaces, RegionReader
+
+NO_PACKS: Mapping[str, Pack] = {}
+Residence = Rows | Chunks | Regions
 
 
-def nothing_to_give_up() -> bool:
-    """Return False."""
-    return False
+def residence_of(reader: FieldReader | RegionReader) -> type[Rows | Chunks | Regions]:
+    """Return the kind of residence of the field that a reader reads."""
+    if isinstance(reader, RegionReader):
+        return Regions
+    field = reader.layout.field
+    return Rows if field.fixed and field.item_bytes < LARGE_ROW else Chunks
 
 
-class Buffers:
-    """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
+class Memory:
+    """The memory of a pass: slots for blocks of `block` samples, residences of their fields, and buffers.
 
-    `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
-    returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
-    kept. When leases would exceed `most` bytes, `give_up` is called, which ends some, and returns True as long as it
-    can. Unused arrays are freed when all arrays together would exceed them.
+    `readers`: of the fields, some of which are packed. `bodies`: of responses, and of what is decoded from them.
+    `buffers`: of batches. The next pass reuses it, with the blocks that are kept and pages that have been touched.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        readers: Mapping[str, FieldReader | RegionReader],
+        block: int,
+        budget: Budget,
         counters: Counters,
+        arena: Arena,
         *,
-        keep: int = 8,
-        most: float = math.inf,
-        give_up: Callable[[], bool] = nothing_to_give_up,
+        packs: Mapping[str, Pack] = NO_PACKS,
     ) -> None:
-        self._arena = arena
-        self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
-        self._made: Counter[tuple[int, str]] = Counter()
-        self._counters = counters
-        self._keep = keep
-        self.most = most
-        self._give_up = give_up
-        self._allocated = 0
-        self._freed: deque[int] = deque()  # sizes
-        self._watched: dict[int, tuple[weakref.ref[NDArray[Any]], Callable[[], None]]] = {}
-        self._deleted: deque[weakref.ref[NDArray[Any]]] = deque()  # of the watched arrays; appended to without the lock
-        self._lock = threading.RLock()
-
-    @property
-    def used(self) -> int:
-        """The number of bytes that are leased."""
-        with self._lock:
-            return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
-
-    def fit(self, size: int, most: float) -> bool:
-        """Return whether `size` more bytes would leave at most `most` leased, after others were given up for them."""
-        while self.used + size > most:
-            if not self._give_up():
-                return False
-        return True
-
-    def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> NDArray[Any]:
-        """Return an uninitialized array.
-
-        `usual`: the number of such arrays that an ordinary loop holds at once. That many are allocated before one is
-        reused, so that memory peaks after the first batches and not when the consumer first falls behind.
-        """
-        count = math.prod(shape)
-        if not count:
-            return np.empty(shape, dtype)
-        capacity = _capacity(count * np.dtype(dtype).itemsize)
-        with self._lock:
-            self._alive()
-            base, free = self._spare(capacity, dtype, usual)
-        # the base of every view: numpy makes views of views refer to the first array that is a view of something else
-        root = np.frombuffer(base.data, dtype, count)
-        self._when_deleted(root, partial(free.append, base))
-        return root.reshape(shape)
-
-    def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
-        """Return memory and the deque that it returns to: unused memory of this or the next size, else new memory."""
-        while True:
-            for size in (capacity, _capacity(capacity + 1)):
-                free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
-                if size == capacity and self._made[size, dtype] < usual:
-                    break
-                if free:
-                    return free.pop(), free
-            if self.used + capacity <= self.most or not self._give_up():
-                break
-        self._trim(capacity)
-        self._made[capacity, dtype] += 1
-        self._counters.add(buffers_allocated=1)
-        return self._allocate(capacity), self._free[capacity, dtype]
-
-    def limit(self, most: float) -> None:
-        """Set `most`, and free unused arrays to comply."""
-        with self._lock:
-            self.most = most
-            self._trim(0)
-
-    def allocate(self, size: int) -> memoryview:
-        """Lease `size` bytes of writable memory."""
-        return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
-
-    def _allocate(self, size: int) -> NDArray[np.uint8]:
-        """Return new memory, counted until it is deleted."""
-        array = self._arena.allocate(size)
-        with self._lock:
-            self._allocated += array.nbytes
-        self._when_deleted(array, partial(self._freed.append, array.nbytes))
-        return array
-
-    def _when_deleted(self, array: NDArray[Any], call: Callable[[], None]) -> None:
-        """Call a function, which must not hold this pool, at the next use of it after an array was deleted.
-
-        An array is deleted in any thread, even inside `lease`, and what a signal handler raises in a callback of a weak
-        reference is lost. So the callback runs no Python code.
-        """
-        ref = weakref.ref(array, self._deleted.append)
-        self._watched[id(ref)] = ref, call
-
-    def _alive(self) -> int:
-        """Return the bytes of arrays that exist, after the calls for those that were deleted."""
-        while self._deleted:
-            _, call = self._watched.pop(id(self._deleted.popleft()))
-            call()
-        while self._freed:
-            self._allocated -= self._freed.popleft()
-        return self._allocated
-
-    def _trim(self, more: int) -> None:
-        """Free unused arrays, the largest first, until `more` bytes fit."""
-        for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
-            while free and self._alive() + more > self.most:
-                free.popleft()
-
-
-def _capacity(nbytes: int) -> int:
-    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two, so that batches of varying size share buffers."""
-    step = 1 << max(6, nbytes.bit_length() - 3)
-    return -(-nbytes // step) * step
-
-
-# The maximum number of requests in flight: 49 of 8 MB fill 25 Gbit/s from a store with a latency of 30 ms and 85 MB/s
-# per connection. `Pace` adapts the actual number; `memory=` may lower it.
-MAX_THREADS = 64
-# Batches at once: the consumer has one, one is ready, one is being made.
-READY_BATCHES = 3
-# A loop holds its batch until it has the next one.
-LIVE_BATCHES = READY_BATCHES + 1
-# The memory of an open connection besides the body.
-CONNECTION_BYTES = MIB // 2
-# A small excess over `memory=` does not end a run. It is part of the 60 MB by which a process may exceed `memory=`.
-TOLERANCE_BYTES = 16 << 20
-# The share of the machine's memory that loaders may take without `memory=`.
-MACHINE_SHARE = 0.8
-# The share of that which a loader may take without `memory=` to keep decoded arrays for later epochs.
-KEPT_SHARE = 0.5
-# All blocks are kept if so many requests in flight fit beside them; otherwise more of these have precedence.
-KEPT_THREADS = 16
-
-
-SUMMED = ("slot_bytes", "item_bytes", "batch_bytes", "resident_bytes", "kept_bytes", "uneven_bytes")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The memory that a pass needs, or that one field adds to it; sizes in bytes.
-
-    `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
-    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields. `pieces`:
-    requests of a block. `most_threads`: requests in flight without `memory`.
-    `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
-    `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
-    `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
-    `kept_bytes`: everything that an epoch reads, if it can be kept for later ones instead of the slots, else 0.
-    `uneven_bytes`: sparse rows of a block, all of which may be in one batch.
-    """
-
-    slots: int = 0
-    slot_bytes: int = 0
-    batch_bytes: int = 0
-    request_bytes: int = 0
-    blocks: int = 0
-    item_bytes: int = 0
-    resident_bytes: int = 0
-    index_bytes: int = 0
-    scratch_bytes: int = 0
-    pieces: int = 0
-    most_threads: int = MAX_THREADS
-    fills_batches: bool = False
-    kept_bytes: int = 0
-    uneven_bytes: int = 0
-
-    @classmethod
-    def of(cls, fields: Sequence[Demand], slots: int, blocks: int, index_bytes: int) -> Demand:
-        """Return the demand of a pass over these fields."""
-        total = {name: sum(getattr(field, name) for field in fields) for name in SUMMED}
-        fills_batches = bool(fields) and all(field.fills_batches for field in fields)
-        if fills_batches:
-            total["batch_bytes"] += total["batch_bytes"] // LIVE_BATCHES  # one more, some of whose rows are slots
-        return cls(
-            slots=slots,
-            blocks=blocks,
-            index_bytes=index_bytes,
-            request_bytes=max((field.request_bytes for field in fields), default=0) or MIB,
-            scratch_bytes=max((field.scratch_bytes for field in fields), default=0),
-            pieces=max(1, sum(field.pieces for field in fields)),
-            most_threads=min((field.most_threads for field in fields), default=MAX_THREADS),
-            fills_batches=fills_batches,
-            **total,
+        self.block, self.budget, self.counters = block, budget, counters
+        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
+        columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
+        self.buffers = Buffers(arena, counters, keep=columns_alive, most=most)
+        slots = budget.slots + budget.kept_slots
+        self.residences: dict[str, Residence] = {
+            name: residence_of(reader)(name, reader.layout.field, arena, (slots, block), packs.get(name))
+            for name, reader in readers.items()
+        }
+        self._lock = threading.Lock()
+        self._kept = KeptBlocks(budget.kept_slots)
+        self._free = list(range(slots))
+        self._free_slot = free = partial(_free_slot, self._free, self.residences.values())
+        in_bodies = any(not isinstance(each, Rows) for each in self.residences.values())
+        self.bodies = Buffers(
+            arena,
+            Counters(),
+            keep=budget.slots + MAX_THREADS,
+            most=budget.body_bytes,
+            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else nothing_to_give_up,
         )
+        kept = self.residences.items() if budget.keeps else ()
+        self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
+        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
+        self._slots: dict[int, int] = {}  # by ticket
+        self._refs: dict[int, BlockRef] = {}  # by ticket
+        self._first_row = np.zeros(1024, np.int64)  # of the block of each ticket, modulo the length of this array
+
+    def is_for(self, names: Sequence[str], block: int, budget: Budget) -> bool:
+        """Return whether it has the fields, the blocks and the slots that a pass with this budget needs."""
+        has = (*self.residences,), self.block, *self.budget.shape
+        return has == ((*names,), block, *budget.shape)
+
+    def clear(self, budget: Budget) -> None:
+        """Release every slot, for a pass with this budget. The threads of the last pass must have ended."""
+        self.budget = budget
+        for ticket in list(self._slots):
+            self.release(ticket)
+        self._batch_rows.clear()
 
     @property
-    def connection_bytes(self) -> int:
-        """The memory of a fetch thread besides a slot and a body."""
-        return CONNECTION_BYTES + self.scratch_bytes
+    def free(self) -> int:
+        """The number of slots that can be reserved."""
+        return self.budget.slots - len(self._slots)
 
-    @property
-    def flight_bytes(self) -> int:
-        """One request in flight: the body and the connection.
+    def expect(self, plan: BatchPlan) -> None:
+        """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
+        if self.budget.fills_batches:
+            batch = BatchRows(plan, self.buffers)
+            self._batch_rows |= {ticket: (batch, row) for ticket, row in batch.rows.items()}
 
-        The body counts 1.5 times: measured peaks were 1.0 of the bytes in flight with plain sockets, 1.4 with obstore.
+    def has(self, ref: BlockRef) -> bool:
+        """Return whether a block is in memory, where the next use of another one may end it."""
+        with self._lock:
+            return ref in self._kept
+
+    def reserve(self, ref: BlockRef) -> int | None:
+        """Reserve a slot for a block; return its bytes if it is in memory.
+
+        Else return None; `claim` assigns a slot when the first bytes arrive.
         """
-        return self.request_bytes + self.request_bytes // 2 + self.connection_bytes
+        with self._lock:
+            ticket = ref.ticket
+            oldest = next(iter(self._slots), ticket)
+            self._slots[ticket], self._refs[ticket] = NO_SLOT, ref
+            if ticket - oldest >= len(self._first_row):
+                self._grow(ticket - oldest)
+            if ref not in self._kept:
+                return None
+            slot, row, size = self._kept.use(ref)
+            self._assign(ticket, slot, row)
+            return size
 
-    @property
-    def thread_bytes(self) -> int:
-        """One request in flight and its part of a slot."""
-        return -(-self.slot_bytes // self.pieces) + self.flight_bytes
+    def claim(self, ticket: int) -> int:
+        """Return the slot of a ticket, or `NO_SLOT` if it has been released. Thread-safe."""
+        with self._lock:
+            slot = self._slots.get(ticket)
+            if slot is None:
+                return NO_SLOT
+            if slot == NO_SLOT:
+                slot = self._free.pop()  # the one released last: its pages have been touched
+                self._assign(ticket, slot)
+            return slot
 
-    @property
-    def held_bytes(self) -> int:
-        """Resident fields, indexes and batches, which do not depend on the numbers of slots and threads."""
-        return self.resident_bytes + self.index_bytes + LIVE_BATCHES * self.batch_bytes
+    def _assign(self, ticket: int, slot: int, row: int = 0) -> None:
+        self._slots[ticket] = slot
+        self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block + row
 
-    @property
-    def window_bytes(self) -> int:
-        """The memory for the window, resident fields, indexes, batches and one request."""
-        return self.slots * self.slot_bytes + self.held_bytes + self.thread_bytes
+    def complete(self, ticket: int, size: int = 0) -> None:
+        """Let a block that has been loaded be kept, which has `size` bytes in `bodies`."""
+        slot = self.claim(ticket)
+        for regions in self._kept_arrays.values():
+            regions.complete(slot)
+        with self._lock:
+            self._free_slot(self._kept.add(slot, self._refs[ticket], size))
 
-    @property
-    def keeping_bytes(self) -> float:
-        """The memory for the same with everything that is kept instead of the window."""
-        least = self.kept_bytes + self.uneven_bytes + self.held_bytes + self.flight_bytes
-        return least if self.kept_bytes else math.inf
+    def release(self, ticket: int) -> None:
+        """Free the ticket's slot, unless its block is kept; items that a batch still holds stay valid."""
+        with self._lock:
+            self._batch_rows.pop(ticket, None)
+            slot, ref = self._slots.pop(ticket), self._refs.pop(ticket)
+            if not self._kept.release(slot, ref):
+                self._free_slot(slot)
+            while self._kept.unused > self._kept.most:
+                self._free_slot(self._kept.drop())
 
-    @property
-    def least_bytes(self) -> int:
-        """The minimum `memory`."""
-        return int(min(self.window_bytes, self.keeping_bytes))
+    def open(self, slot: int, ref: BlockRef, reader: FieldReader | RegionReader, allocate: Allocate) -> Any:
+        """Return what the `write` of a reader decodes the responses for a block into, in the slot that it claimed."""
+        memory = self._batch_rows.get(ref.ticket) or allocate
+        residence: Any = self.residences[reader.name]
+        return residence.open(slot, ref, reader, memory)
+
+    def incomplete(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
+        """Return the fields to read for a block: all, or those of which memory that is kept does not have all."""
+        if not self._kept_arrays:
+            return [*self.residences]
+        slot = self.claim(ref.ticket)
+        kept = self._kept_arrays.items()
+        return [name for name, each in kept if each.open_kept(slot, readers[name], ref.start, ref.stop)]
+
+    def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
+        """Return the chunks of a field to read for a block, None for all that it needs."""
+        slot = self.claim(ticket) if self._kept_arrays else NO_SLOT
+        return None if slot == NO_SLOT else self._kept_arrays[name].claims(slot)
+
+    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot row of each row of the blocks with these tickets."""
+        table = self._first_row  # another thread may replace it with a larger one
+        slot_rows: NDArray[np.int64] = table[tickets & (len(table) - 1)]
+        slot_rows += rows
+        return slot_rows
+
+    def _grow(self, span: int) -> None:
+        table, old = np.zeros(2 << span.bit_length(), np.int64), self._first_row
+        tickets = np.array([*self._slots], np.int64)
+        table[tickets & (len(table) - 1)] = old[tickets & (len(old) - 1)]
+        self._first_row = table
 
 
-class Budget(NamedTuple):
-    """The resources of an engine: `slots` for blocks, `threads` that fetch, `cores` for decoding, `bytes` in total.
+def _free_slot(free: list[int], residences: Collection[Residence], slot: int) -> None:
+    if slot != NO_SLOT:
+        for residence in residences:
+            residence.drop(slot)
+        free.append(slot)
 
-    `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
-    `exact`: `bytes` is the user's `memory=`, so a larger need is an error. `fills_batches`: as of `Demand`.
-    `keeps`: what was read is kept for later epochs, in `Demand.kept_bytes`. `kept_slots`: else the blocks that are.
+
+def _drop_kept(lock: threading.Lock, kept: KeptBlocks, free: Callable[[int], None]) -> bool:
+    """Free the block that is kept and whose next use is latest; return whether there was one.
+
+    A function, since buffers that held the memory that has them would form a cycle.
     """
-
-    slots: int
-    threads: int
-    bytes: int
-    body_bytes: int = 0
-    batch_bytes: int = 0
-    exact: bool = False
-    cores: int = 1
-    fills_batches: bool = False
-    keeps: bool = False
-    kept_slots: int = 0
-
-    @property
-    def shape(self) -> tuple[int, bool, bool, int]:
-        """What the memory of blocks depends on."""
-        return self.slots, self.fills_batches, self.keeps, self.kept_slots
-
-    @property
-    def usual_bytes(self) -> int:
-        """The largest size of a batch that counts as one batch."""
-        return self.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
-
-    def unplanned(self, batches: int) -> int:
-        """Return by how much `batches` bytes of finished batches exceed the planned bytes."""
-        return max(0, batches - LIVE_BATCHES * self.batch_bytes)
-
-    def check(self, blocks: int, batches: int = 0, scratch: int = 0) -> None:
-        """Raise `MemoryBudgetError` if `memory=` is too small for `blocks` bytes of blocks that are needed at once.
-
-        `batches`: bytes of the variable-size columns of the batches in memory. `scratch`: bytes for decoding images.
-        """
-        excess = blocks + self.unplanned(batches) + scratch - self.body_bytes
-        if self.exact and excess > TOLERANCE_BYTES:
-            need = self.bytes + excess
-            raise MemoryBudgetError(
-                f"the samples need more memory than planned: memory={need} bytes for blocks of {blocks} and batches of "
-                f"{batches + scratch}, but memory={self.bytes}",
-                f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, "
-                "or use a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
-            )
-
-
-def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
-    """Return the budget. Raises `MemoryBudgetError`, which states the need, if the window does not fit.
-
-    Without `memory`, the window and all `Demand.most_threads` threads get the memory that they need, as long as all
-    ranks of this machine together stay below 80 % of its memory. Arrays are kept if all that is read of them fits: into
-    `memory`, or without it into `KEPT_SHARE` of the limit. Otherwise, with `memory`, blocks are kept: all if they fit
-    beside `KEPT_THREADS` requests, else as many as fit beside all requests.
-    """
-    limit, most = allowance(memory, ranks_here), demand.most_threads if memory is None else MAX_THREADS
-    least, thread, flight = demand.window_bytes, demand.thread_bytes, demand.flight_bytes
-    # of the requests that there would be without keeping
-    requests = min((most - 1) * flight, -(-max(0, limit - least) * flight // thread))
-    share = KEPT_SHARE if memory is None else 1
-    keeps = demand.keeping_bytes <= max(least, limit * share - requests)
-    if keeps:
-        least, thread = int(demand.keeping_bytes), flight
-    if memory is None:
-        limit = min(limit, least + (most - 1) * thread)
-    if least > limit:
-        raise MemoryBudgetError(
-            f"the shuffle window needs memory={least} bytes for each rank ({demand.slots} blocks of "
-            f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
-            f"{demand.resident_bytes}, indexes and plans of {demand.index_bytes}, one request), "
-            f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
-            f"give memory={least} or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
-        )
-    fills_batches = demand.fills_batches and not keeps
-    keeps_blocks = memory is not None and not keeps and not fills_batches and demand.slot_bytes > 0
-    every = demand.blocks * demand.slot_bytes
-    kept_bytes = every if keeps_blocks and least + every + (KEPT_THREADS - 1) * thread <= limit else 0
-    threads = min(MAX_THREADS, 1 + (limit - least - kept_bytes) // thread)
-    # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one
-    slots = max(1, demand.slots, min(demand.slots + threads // demand.pieces, demand.blocks + 1))
-    cores = max(1, cpu_count() // ranks_here)
-    threads = min(threads, slots * demand.pieces)
-    left = limit - demand.held_bytes - slots * demand.slot_bytes - threads * flight
-    kept = max(0, min(demand.blocks, left // demand.slot_bytes)) if keeps_blocks else 0
-    outside = demand.slot_bytes - (0 if fills_batches else demand.item_bytes)  # of bodies
-    fixed = threads * demand.connection_bytes + (demand.kept_bytes if keeps else (slots + kept) * outside)
-    fixed += threads * demand.request_bytes // 2 if kept else 0  # clients' memory, which kept blocks must not take
-    bodies, exact = limit - demand.held_bytes - fixed, memory is not None
-    return Budget(slots, threads, limit, bodies, demand.batch_bytes, exact, cores, fills_batches, keeps, kept)
-
-
-def allowance(memory: int | None, ranks_here: int) -> int:
-    """Return the bytes that one rank may use: `memory`, or its share of 80 % of the machine's memory."""
-    return int(machine_memory() * MACHINE_SHARE / ranks_here) if memory is None else memory
+    with lock:
+        slot = kept.drop()
+        free(slot)
+        return slot != NO_SLOT

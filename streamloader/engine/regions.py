@@ -12,9 +12,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from streamloader.engine.arena import Arena
+from streamloader.engine.arena import Arena, Buffers
+from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, Demand
 from streamloader.engine.gather import Copy, copy_boxes
-from streamloader.engine.memory import LIVE_BATCHES, MAX_THREADS, Buffers, Demand
 from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import FormatError
 from streamloader.format.codecs import Items

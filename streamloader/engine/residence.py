@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.arena import Arena, address
+from streamloader.engine.arena import Arena, Buffers, address
+from streamloader.engine.budget import LIVE_BATCHES, Demand
 from streamloader.engine.gather import Copy, flat
-from streamloader.engine.memory import LIVE_BATCHES, Buffers, Demand
 from streamloader.engine.transform import Ragged
 from streamloader.format.codecs import Items, scratch_bytes
 from streamloader.format.manifest import Field

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.blocks import Memory, Residence
+from streamloader.engine.budget import LIVE_BATCHES
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.gather import Copy, copy_all, part_of
-from streamloader.engine.memory import LIVE_BATCHES
+from streamloader.engine.memory import Memory, Residence
 from streamloader.engine.messages import Callback, all_bytes
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.engine.arena import Arena
+from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.dataset import Dataset
-from streamloader.engine.memory import Buffers
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.images.decode import ImageDecoder
