@@ -301,7 +301,9 @@ class Stages:
         batch.copied.set()
 
     def _start_decode(self, batch: Batch, slot_rows: Ints) -> None:
-        parts = _divide(len(slot_rows), max(1, min(4 * self._threads, len(slot_rows) // PART_IMAGES)))
+        # each part is two messages for a worker, which other batches keep busy
+        most = self._threads if self._executor.workers else 4 * self._threads
+        parts = _divide(len(slot_rows), max(1, min(most, len(slot_rows) // PART_IMAGES)))
         names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
         crops = {name: self._buffers.lease((len(slot_rows), 7), "int64") for name in names}
         ended = _countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
