@@ -302,3 +302,11 @@ def test_each_step_imports_only_what_it_needs_and_starts_nothing(data):
 
 def test_importing_every_module_starts_no_thread_and_hides_no_public_name():
     assert run_python("-c", EVERY_MODULE).stdout.splitlines() == ["['MainThread']", "['errors']"]
+
+
+@pytest.mark.parametrize("module", [each for each in MODULES if stage(each) in ("order", "engine", "zarr", "images")])
+def test_threads_that_may_outlive_the_interpreter_hash_no_arrays(module):
+    """`np.unique(x)` aborts the process then: `distinct` of `order/epoch_order.py` sorts instead."""
+    calls = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Call)]
+    for call in (each for each in calls if ast.unparse(each.func) == "np.unique"):
+        assert call.keywords, f"{module}:{call.lineno} np.unique without return_index, return_inverse or return_counts"

@@ -30,6 +30,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
+from streamloader.order.epoch_order import distinct
 from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Chunks:
 
     def leases(self, slot_rows: Ints) -> list[list[memoryview]]:
         """Return what keeps the bytes of rows valid after their slots are released."""
-        return [self._leases[slot] for slot in np.unique(slot_rows // self.block).tolist()]
+        return [self._leases[slot] for slot in distinct(slot_rows // self.block).tolist()]
 
     def variable_bytes(self, slot_rows: Ints) -> int:
         """Return the total number of bytes of rows of variable size."""

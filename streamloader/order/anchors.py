@@ -15,7 +15,7 @@ from math import lcm, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.order.epoch_order import mix
+from streamloader.order.epoch_order import distinct, mix
 
 Ints = NDArray[np.int64]
 
@@ -207,7 +207,7 @@ def anchor_runs(anchors: Ints, stride: int) -> tuple[Ints, Ints]:
 
 def split_segments(segments: Ints, borders: Ints) -> Ints:
     """Return the segments, cut before each of the ascending elements `borders`."""
-    starts = np.unique(np.concatenate([segments[:, 0], borders]))
+    starts = distinct(np.concatenate([segments[:, 0], borders]))
     owner = np.searchsorted(segments[:, 0], starts, side="right") - 1
     inside = (owner >= 0) & (starts < segments[np.maximum(owner, 0), 1])
     starts, owner = starts[inside], owner[inside]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
-from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder, OrderParams, distinct
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
@@ -270,7 +270,7 @@ class Mix:
         order = self.orders[source]
         samples = np.empty(source_positions.size, np.int64)
         epochs = source_positions // order.num_samples
-        for epoch in np.unique(epochs).tolist():
+        for epoch in distinct(epochs).tolist():
             rows = epochs == epoch
             positions = source_positions[rows] - epoch * order.num_samples
             low, high = int(positions[0]), int(positions[-1]) + 1
@@ -425,7 +425,7 @@ class MixShare(EpochShare):
             of_source = np.flatnonzero(sources == source)
             epochs = source_positions[of_source] // order.num_samples
             live_epochs = {key[1] for key in live if key[0] == source}
-            for epoch in sorted(live_epochs | set(np.unique(epochs).tolist())):
+            for epoch in sorted(live_epochs | set(distinct(epochs).tolist())):
                 of_epoch = of_source[epochs == epoch]
                 first = epoch * order.num_samples
                 begin, end = max(0, before[source] - first), min(order.num_samples, after[source] - first)

@@ -15,6 +15,7 @@ from streamloader import errors
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError, StreamloaderError
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
+from streamloader.order.epoch_order import distinct
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
@@ -49,7 +50,7 @@ class Target(NamedTuple):
         bounds = zip(self.first, self.out.shape, chunks, strict=True)
         along: list[Iterable[int]] = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
         if self.rows is not None:
-            along[self.axis] = np.unique(self.rows // chunks[self.axis]).tolist()
+            along[self.axis] = distinct(self.rows // chunks[self.axis]).tolist()
         return product(*along)
 
 

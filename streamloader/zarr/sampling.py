@@ -33,6 +33,7 @@ from streamloader.order.anchors import (
     segment_anchors,
     split_segments,
 )
+from streamloader.order.epoch_order import distinct
 from streamloader.storage import Store, open_store
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
@@ -452,7 +453,7 @@ class WindowParts(NamedTuple):
     def offsets(self) -> Ints:
         """The elements that a window reads, from its first one on, ascending."""
         spans = [part.offset + part.step * np.arange(max(1, part.length)) for part in self.parts + self.target]
-        return np.unique(np.concatenate(spans))
+        return distinct(np.concatenate(spans))
 
     def reverse(self) -> WindowParts:
         """Return the same elements in the opposite order, for times that descend."""
