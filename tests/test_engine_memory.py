@@ -85,7 +85,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         assert [bytes(item) for item in chunks.items(slot_rows)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
         ]
-    arena.clear(arena.budget)
+    arena.clear(arena.budget, 0)
     assert arena.free == slots
 
 

@@ -69,6 +69,16 @@ def test_blocks_that_are_used_one_after_the_other_are_read_no_more_often_than_an
     assert misses == least_misses(uses, most)
 
 
+def test_blocks_that_were_to_be_used_before_a_pass_begins_are_dropped_first():
+    kept = KeptBlocks(4)
+    for slot, later in enumerate((3.5, 2.5, 3.0, 2.9)):  # the pass of epoch 2 ended before two of them
+        kept.add(slot, BlockRef(slot, slot, slot + 1, slot, later), 0)
+        kept.release(slot, BlockRef(slot, slot, slot + 1, slot, later))
+    kept.begin(3)
+    assert {kept.drop(), kept.drop()} == {1, 3}
+    assert [kept.drop(), kept.drop(), kept.drop()] == [0, 2, NO_SLOT]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_blocks_whatever_is_kept_used_in_part_and_dropped(data):
@@ -109,7 +119,7 @@ def test_rows_are_those_of_their_blocks_whatever_is_kept_used_in_part_and_droppe
             at = memory.locate(np.full(part.stop - part.start, each), np.arange(part.stop - part.start))
             assert rows.values[at, 0].tolist() == list(range(part.start, part.stop))
             assert [int(bytes(item)) for item in chunks.items(at)] == list(range(part.start, part.stop))
-    memory.clear(memory.budget)
+    memory.clear(memory.budget, 0)
     assert memory._kept.unused <= most
     assert len(memory._free) + memory._kept.unused == slots + most
 

@@ -101,7 +101,7 @@ class Engine:
         arrays = [each for dataset in self.datasets for each in dataset.region_readers.values()]
         self.counters.note(chunks=sum(each.num_chunks for each in arrays))
         streamed = tuple(name for name in self._names if name not in resident)
-        memory = self._memory(streamed, budget, share.block)
+        memory = self._memory(streamed, budget, share)
         # before other threads start, since it raises for an invalid transform
         fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
         stages = Stages(
@@ -157,19 +157,19 @@ class Engine:
                     load_field(reader, data.store, rows.values[end - reader.num_samples : end], self.counters, sleep)
                 self._resident[name] = rows
 
-    def _memory(self, names: Sequence[str], budget: Budget, block: int) -> Memory:
+    def _memory(self, names: Sequence[str], budget: Budget, share: EpochShare) -> Memory:
         """Return the memory of the last run if it fits and no thread can still write to it, else new memory."""
         core, self.core = self.core, None
         if core is not None:
             memory = core.memory
-            ended = memory.is_for(names, block, budget) and core.join(JOIN_SECONDS)
+            ended = memory.is_for(names, share.block, budget) and core.join(JOIN_SECONDS)
             if budget.exact:
                 trim_heaps()  # of the thread that made bytes and texts, which another one replaces
             if ended:
-                memory.clear(budget)
+                memory.clear(budget, share.time)
                 return memory
         readers = {name: self.datasets[0].readers[name] for name in names}
-        return Memory(readers, block, budget, self.counters, self.executor.arena, packs=self._config.packs)
+        return Memory(readers, share.block, budget, self.counters, self.executor.arena, packs=self._config.packs)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.

@@ -7,7 +7,8 @@ tells the next use: `BlockRef.next_use`.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from streamloader.order.schedule import BlockRef
 
@@ -66,6 +67,11 @@ class KeptBlocks:
             self._refs[slot] = self._refs[slot]._replace(ticket=ref.ticket)
             heappush(self._by_next_use, (-ref.next_use, ref.ticket, slot))
         return True
+
+    def begin(self, time: float) -> None:
+        """Let blocks be dropped first whose next use was to be before `time`, when the next pass begins."""
+        self._by_next_use = [(use if -use >= time else -inf, ticket, slot) for use, ticket, slot in self._by_next_use]
+        heapify(self._by_next_use)
 
     def drop(self) -> int:
         """Return the slot of the block without users whose next use is latest, which is dropped; `NO_SLOT` if none."""

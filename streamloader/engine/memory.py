@@ -85,12 +85,17 @@ class Memory:
         has = (*self.residences,), self.block, *self.budget.shape
         return has == ((*names,), block, *budget.shape)
 
-    def clear(self, budget: Budget) -> None:
-        """Release every slot, for a pass with this budget. The threads of the last pass must have ended."""
+    def clear(self, budget: Budget, time: float) -> None:
+        """Release every slot, for a pass with this budget that begins at a `time`: see `EpochShare.time`.
+
+        The threads of the last pass must have ended.
+        """
         self.budget = budget
         for ticket in list(self._slots):
             self.release(ticket)
         self._batch_rows.clear()
+        with self._lock:
+            self._kept.begin(time)
 
     @property
     def free(self) -> int:

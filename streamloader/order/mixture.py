@@ -438,6 +438,11 @@ class MixShare(EpochShare):
                 parts.append(reads._replace(start=reads.start + first_sample, stop=reads.stop + first_sample))
         return BlockReads(keys, *join_blocks(parts), block, row), [positions]
 
+    @property
+    def time(self) -> float:
+        """The position in the run."""
+        return self.bounds[0]
+
     def next_uses(self, keys: Sequence[MixKey], start: Ints) -> tuple[Ints, Times]:
         """Return the first sample of some blocks, and when their source's next epoch reads them.
 

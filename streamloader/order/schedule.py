@@ -179,6 +179,11 @@ class EpochShare:
         """Return the positions of a span's rows in parts."""
         raise NotImplementedError
 
+    @property
+    def time(self) -> float:
+        """When the epoch begins, as one of the times that `next_uses` returns."""
+        raise NotImplementedError
+
     def next_uses(self, keys: Sequence[Any], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the first sample of some blocks, which parts of a block share, and when they are read after the epoch.
 
@@ -413,6 +418,11 @@ class Share(EpochShare):
         every = not self.divides
         lanes = np.array([every or lane % self.world.size == self.world.rank for lane in range(self.order.lanes)])
         return replace(self.order, epoch=self.epoch + 1), lanes
+
+    @property
+    def time(self) -> float:
+        """The number of the epoch."""
+        return self.epoch
 
     def next_uses(self, _keys: Sequence[Key], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the first sample of some blocks, and when they are read in the next epoch: its number and a part."""
