@@ -19,6 +19,7 @@ import streamloader as sl
 from streamloader.engine import engine
 from streamloader.engine.budget import KEPT_THREADS, MAX_THREADS, Budget, Demand, allot
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
+from streamloader.loader.dataset import NumpyMixture
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import MIB, Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams
@@ -186,6 +187,7 @@ FIELDS = {
     "rows": {"x": "float32[1000]"},
     "large rows": {"x": "uint8[96,64,3]"},
     "bytes": {"x": "bytes"},
+    "more": {"x": "bytes"},
     "ragged": {"x": "ragged:int32"},
     "both": {"x": "bytes", "y": "float32[1000]", "z": "uint8[20000]"},
 }
@@ -256,6 +258,23 @@ def test_a_selection_is_read_once(folder, where, workers):
     digests, requests = epochs(folder, "both", 3, memory="256MB", num_workers=workers, **options)
     assert digests == expected
     assert requests[0] == requests[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sources_of_a_mixture_are_read_once(folder, workers):
+    found = []
+    for memory in (None, "256MB"):
+        sources = {sl.Source(str(folder / "bytes")): 2, sl.Source(str(folder / "more")): 1}
+        options = {"batch_size": 16, "seed": 5, "shuffle": sl.Shuffle(lanes=1), "with_index": True}
+        mixture = NumpyMixture(sources, memory=memory, num_workers=workers, **options)
+        digests, requests = [], []
+        for _ in range(4):
+            digests.append(digest([digest(batch) for batch in mixture]))
+            requests.append(mixture.stats().requests)
+        mixture.close()
+        found.append((digests, requests))
+    assert found[0][0] == found[1][0]
+    assert found[1][1][3] == found[1][1][1] < found[0][1][1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
