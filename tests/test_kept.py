@@ -70,6 +70,21 @@ def test_blocks_that_are_used_one_after_the_other_are_read_no_more_often_than_an
     assert misses == least_misses(uses, most)
 
 
+def test_blocks_that_are_kept_for_many_epochs_leave_no_entries_behind():
+    kept = KeptBlocks(10)
+    for epoch in range(200):
+        for block in range(10):
+            ref = BlockRef(epoch * 10 + block, block, block + 1, block, epoch + 1 + block / 10)
+            if ref in kept:
+                kept.use(ref)
+            else:
+                kept.add(block, ref, 0)
+            kept.release(block, ref)
+    assert kept.unused == 10
+    assert len(kept._by_next_use) < 100
+    assert [kept.drop() for _ in range(11)] == [*range(9, -1, -1), NO_SLOT]
+
+
 def test_blocks_that_were_to_be_used_before_a_pass_begins_are_dropped_first():
     kept = KeptBlocks(4)
     for slot, later in enumerate((3.5, 2.5, 3.0, 2.9)):  # the pass of epoch 2 ended before two of them
@@ -174,9 +189,11 @@ def test_a_mixture_tells_when_its_sources_read_a_block_again(data):
                 for ref in plan.needs:
                     position = plan.positions[np.flatnonzero(plan.tickets == ref.ticket)[0]]
                     later.setdefault(ref.block, []).append(each.bounds[0] + position)
+        alone = size == 1  # then it reads every block in each epoch of a source
         window = 4 * sum(weights) / min(weights) * (params.window * params.lanes + unit * size * 4)
         for plan in share.plans(0):
             for ref in plan.needs:
+                assert np.isfinite(ref.next_use) or not alone
                 if np.isfinite(ref.next_use):
                     assert min(abs(ref.next_use - use) for use in later[ref.block]) <= window
 

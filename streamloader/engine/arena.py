@@ -171,11 +171,6 @@ def machine_memory() -> int:
     return total
 
 
-def nothing_to_give_up() -> bool:
-    """Return False."""
-    return False
-
-
 class Buffers:
     """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
 
@@ -192,7 +187,7 @@ class Buffers:
         *,
         keep: int = 8,
         most: float = math.inf,
-        give_up: Callable[[], bool] = nothing_to_give_up,
+        give_up: Callable[[], bool] = bool,
     ) -> None:
         self._arena = arena
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}

@@ -214,7 +214,7 @@ class Fetcher:
 
         `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
         """
-        if self._memory.has(self._locate(ref)[1]):
+        if self._memory.has(ref):
             return True
         expected = self._next(ref).expected  # without the lock, since it may read a chunk table
         with self._changed:
@@ -222,7 +222,7 @@ class Fetcher:
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
-        if not self._memory.has(self._locate(ref)[1]):
+        if not self._memory.has(ref):
             self.ledger.check(self._next(ref).expected)
 
     def leave(self, size: int) -> int:
@@ -232,11 +232,10 @@ class Fetcher:
 
     def load(self, ref: BlockRef) -> None:
         """Reserve a slot for a block, and begin to load it unless it is in memory."""
-        dataset, local = self._locate(ref)
-        held = self._memory.reserve(local)
+        held = self._memory.reserve(ref)
         if held is not None:
             with self._changed:
-                self._blocks[ref.ticket] = LoadingBlock(dataset, local, 0)
+                self._blocks[ref.ticket] = LoadingBlock(*self._locate(ref), 0)
                 self.ledger.open(ref.ticket, 0)
                 self.ledger.hold(ref.ticket, held)
                 self.ledger.complete(ref.ticket)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.arena import Arena, Buffers, nothing_to_give_up
+from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
 from streamloader.engine.regions import BatchRow, BatchRows, Regions
@@ -71,7 +71,7 @@ class Memory:
             Counters(),
             keep=budget.slots + MAX_THREADS,
             most=budget.body_bytes,
-            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else nothing_to_give_up,
+            give_up=partial(_drop_kept, self._lock, self._kept, free) if in_bodies else bool,
         )
         kept = self.residences.items() if budget.keeps else ()
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
