@@ -166,7 +166,7 @@ def assert_threads_end() -> None:
     until = time.monotonic() + 60
     while (left := our_threads()) and time.monotonic() < until:  # one may start another before it is told to end
         left[0].join(1)
-    assert our_threads() == []
+    assert not our_threads(), [thread.name for thread in our_threads()]
 
 
 def assert_free(arena: Arena, before: int) -> None:

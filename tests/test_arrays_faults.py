@@ -4,12 +4,15 @@ import json
 import shutil
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from conversions import wait_for
+from datasets import assert_threads_end
 from folder_server import folder_server, location
 from servers import S3Server
 from torch.utils.data import DataLoader
@@ -136,6 +139,27 @@ def test_a_chunk_that_is_read_to_know_whether_any_exists_is_asked_for_again(tmp_
         dataset = sl.StreamingDataset(f"{server.url}/xarray3.zarr", **TIME | options)
         assert len(list(dataset)) == len(dataset)
         assert dataset.stats().missing_chunks
+
+
+@pytest.mark.parametrize("field", ["z", "sharded"])
+def test_a_pass_that_ends_while_it_is_unknown_whether_any_chunk_exists_leaves_no_thread(field, tmp_path):
+    store = copied(tmp_path, "xarray3.zarr")
+    values = np.arange(24, dtype="f4").reshape(24, 1)
+    more = {"dimension_names": ("time", "x"), "fill_value": 0.0}
+    zarr.create_array(store / "sharded", data=values, chunks=(1, 1), shards=(6, 1), **more)
+    shutil.rmtree(store / field / "c" / "0")
+    with folder_server(tmp_path) as server:
+        retry = {"base_seconds": 0.01, "cap_seconds": 6000.0, "probe_seconds": 6000.0}
+        options = {"fields": [field], "shuffle": False, "storage_options": {"retry": retry}}
+        dataset = sl.StreamingDataset(f"{server.url}/xarray3.zarr", **TIME | options)
+        server.faults |= {f"/{field}/c/{number}/": ["503"] * 10**6 for number in (1, 2, 3)}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(list, dataset)
+            wait_for(lambda: sum(f"/{field}/c/1/" in path for path in server.paths) > 2)
+            dataset.close()
+            with pytest.raises(errors.StreamloaderError):
+                waiting.result(60)
+        assert_threads_end()
 
 
 def test_valid_json_with_a_changed_shape_is_read_again():

@@ -387,9 +387,17 @@ class RegionReader:
         return across * along
 
     def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate = empty_buffer) -> memoryview:
-        """Return the bytes of a run by one request, without retries."""
+        """Return the bytes of a run by one request, without retries; `ABSENT` if its object does not exist.
+
+        If a chunk is missing, others of its array are asked for. Raises as `ArrayReader.check_exists`.
+        """
         array = self.arrays.get(run.member) if run.chunks else None
-        return ABSENT if array is None else array.fetch(reader, run, allocate)
+        if array is None:
+            return ABSENT
+        body = array.fetch(reader, run, allocate)
+        if body is ABSENT or run.chunks[0].start < 0:
+            array.check_exists()
+        return body
 
     def write_constants(self, block: BlockArrays) -> None:
         """Write the values that are constant to the regions of a block."""
@@ -422,8 +430,6 @@ class RegionReader:
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))
         decode = partial(reader.decode_into, run, allocate=allocate)
         found = [decode(chunk, body, targets, member.unpacking) for chunk in run.chunks]
-        if not all(found):
-            reader.check_exists()
         return found.count(False), found.count(True) * reader.array.chunk_bytes
 
     def _bounds(self, member: Member, each: Slice, low: Bound, high: Bound) -> tuple[Bound, Bound]:

@@ -179,7 +179,7 @@ class ArrayReader:
     def check_exists(self) -> None:
         """Raise `MissingObjectError` if no object of the array is found, unless `strict` is False.
 
-        Up to `PROBES` are asked for, evenly spread over the array.
+        Up to `PROBES` are asked for, evenly spread over the array, without retries.
         """
         if self.strict is None and not self._find():
             problem = f"no chunk of the array {self._store.child(self.array.path).url} exists"
@@ -194,8 +194,7 @@ class ArrayReader:
         numbers = range(0, prod(grid), max(1, -(-prod(grid) // PROBES)))
         places = (tuple(map(int, np.unravel_index(number, grid))) for number in numbers)
         paths = [present] if present else [array.object_key(place) for place in places]
-        # retried here, and not in those threads: this one may be of a pass, whose end ends the wait
-        found = self._store.retries.call(lambda: run_all(self._readable, paths, READ_THREADS))
+        found = run_all(self._readable, paths, READ_THREADS)
         self._present = present = next(filter(None, found), "")
         return present != ""
 
@@ -322,7 +321,7 @@ class ArrayReader:
         try:
             data = self._store.get_tail(path, size) if shards.is_last else self._store.get_range(path, 0, size)
         except _MAYBE_MISSING as error:
-            self._check_missing(error)
+            self._store.retries.call(partial(self._check_missing, error))
             return np.full(count, -1), np.full(count, -1)
         self._present = path
         remedy = "restore the object, or write the shard again"
