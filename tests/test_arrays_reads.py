@@ -5,18 +5,28 @@ import re
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import zarr
 from commands import run
 from folder_server import folder_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from zarr_stores import url_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.engine import engine
+from streamloader.engine.budget import Budget
+from streamloader.engine.executor import Executor
+from streamloader.engine.regions import Regions
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Sampling
+from streamloader.order.schedule import BlockRef
+from streamloader.storage.buffers import empty_buffer
+from streamloader.zarr.columns import RegionReader
 
 DIGEST = "190ca8886b8751338d24bebdc7dee7d5b8842761faa2ff6909b9addc9ffe6d95"
 STEPS, COUNT = 4, 160  # of a chunk of `a`, of the axis
@@ -31,7 +41,7 @@ def quiet() -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Two arrays of unlike chunks, and one without the sample axis; (folder, values)."""
+    """Two arrays of unlike chunks, one without the sample axis, and one whose levels are chunks; (folder, values)."""
     folder, rng = tmp_path_factory.mktemp("reads") / "x.zarr", np.random.default_rng(0)
     group = zarr.open_group(folder, mode="w", zarr_format=3)
     values = {"a": rng.random((COUNT, *PLANE)), "b": rng.random((COUNT, *PLANE)), "o": rng.random(PLANE)}
@@ -39,6 +49,9 @@ def store(tmp_path_factory):
     for name, chunks in {"a": (STEPS, *PLANE), "b": (2 * STEPS, 8, 8), "o": PLANE}.items():
         dims = ("time", "y", "x")[-len(chunks) :]
         group.create_array(name, data=values[name], chunks=chunks, dimension_names=dims)
+    group.create_array("level", data=np.array([500, 850]), chunks=(2,), dimension_names=["level"])
+    levels = np.stack([values["a"], values["b"]], axis=1)
+    group.create_array("l", data=levels, chunks=(STEPS, 1, *PLANE), dimension_names=["time", "level", "y", "x"])
     return folder, values
 
 
@@ -221,6 +234,102 @@ def test_arrays_whose_first_dimension_is_not_the_sample_axis_are_kept(tmp_path, 
     dataset.close()
 
 
+BLOCKS = {  # the fields of blocks, and the samples
+    "elements": ("a", {}),
+    "windows": ("a", {"windows": sl.Window(6)}),
+    "windows of wide chunks": ("b", {"windows": sl.Window(12, stride=3)}),
+    "forecasts": ("b", {"windows": sl.Window(history=2, lead=(3, 9))}),
+    "parts": ("a", {"where": np.arange(COUNT) % 50 < 20, "windows": sl.Window(3)}),
+    "channels": ("channels", {"channels": sl.Channels("a", "o", "b"), "windows": sl.Window(5)}),
+    "levels": ("channels", {"channels": sl.Channels("l@level=850", "a", "l@level=500"), "windows": sl.Window(5)}),
+    "patches": ("a", {"windows": sl.Window(3), "patches": sl.Patch({"y": 3, "x": 5}, stride=2)}),
+}
+
+
+def load(regions, slot, ref, reader, chosen=None):
+    """Load the chunks of a block into a slot; return its arrays."""
+    target = regions.open(slot, ref, reader, empty_buffer)
+    for each in reader.runs(ref.start, ref.stop, chosen):
+        store = next(iter(reader.arrays.values()))._store
+        reader.write(each, reader.fetch(store.reader(), each), target, empty_buffer)
+    return target.arrays
+
+
+def covered(reader, ref, others):
+    """The chunks of which one of the other blocks has all elements that a block needs, found by masks of elements."""
+    for region, number, boxes in reader.boxes(ref.start, ref.stop):
+        array, member = reader.arrays[number], reader.column.members[number]
+        for place in array.places(boxes):
+            at = tuple(slice(n * size, (n + 1) * size) for n, size in zip(place, array.array.chunks, strict=True))
+            needed = np.zeros(array.array.shape, np.bool_)
+            for low, high in boxes:
+                needed[tuple(map(slice, low, high))] = True
+            for low, high in (bounds for other in others for bounds in reader.regions(other.start, other.stop)):
+                had = np.zeros(array.array.shape, np.bool_)
+                for box in reader.boxes_of(member, low, high):
+                    had[tuple(map(slice, *box))] = True
+                if not (needed & ~had)[at].any():
+                    yield region, number, place
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_other_blocks_have_is_copied_and_only_the_rest_is_read(store, kind, data):
+    field, options = BLOCKS[kind]
+    options = options if "channels" in options else {**options, "fields": [field]}
+    dataset = sl.NumpyDataset(store[0], batch_size=4, sample_axis="time", **options)
+    (reader,) = dataset._datasets[0].region_readers.values()
+    block = data.draw(st.integers(1, 30))
+    refs = [
+        BlockRef(first // block, first, min(first + block, reader.num_samples), first, 0)
+        for first in range(0, reader.num_samples, block)
+    ]
+    number = data.draw(st.integers(0, len(refs) - 1))
+    mine = refs[number]
+    others = data.draw(st.lists(st.sampled_from(refs[max(0, number - 2) : number + 3]), max_size=3, unique=True))
+    regions = Regions(reader.name, reader.layout.field, Executor().arena, (len(others) + 2, block))
+    for slot, ref in enumerate(others):
+        load(regions, slot, ref, reader)
+    expected = load(regions, len(others), mine, reader)
+    beside = regions.in_slots(range(len(others)))
+    left = regions.share(len(others) + 1, mine, (reader, empty_buffer), beside)
+    found = load(regions, len(others) + 1, mine, reader, left)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    every = {
+        (n, number, at)
+        for n, number, boxes in reader.boxes(mine.start, mine.stop)
+        for at in reader.arrays[number].places(boxes)
+    }
+    chosen = every if left is None else {(n, number, at) for n, number, places in left for at in places}
+    assert chosen == every - set(covered(reader, mine, others))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "block"), [("windows", 8), ("channels", 8), ("patches", 144)])
+def test_blocks_in_memory_save_chunks_of_others(store, kind, block, workers, monkeypatch):
+    """With `memory=`, of which half of the blocks are kept."""
+    field, options = BLOCKS[kind]
+    options = options if "channels" in options else {**options, "fields": [field]}
+    allot, reads, batches = engine.allot, [], []
+
+    def half(demand, *args):
+        demand = replace(demand, kept_bytes=0)
+        return allot(demand, *args)._replace(kept_slots=demand.blocks // 2)
+
+    monkeypatch.setattr(engine, "allot", half)
+    for reach in (lambda *_: -1, RegionReader.reach):  # first without
+        monkeypatch.setattr(RegionReader, "reach", reach)
+        order = {"shuffle": sl.Shuffle(block=block, lanes=1), "memory": 1 << 28, "num_workers": workers}
+        dataset = sl.NumpyDataset(store[0], batch_size=4, sample_axis="time", **options, **order)
+        batches.append([batch[field].tobytes() for _ in range(4) for batch in dataset])
+        reads.append(dataset.stats().chunks_read)
+        dataset.close()
+    assert batches[0] == batches[1]
+    assert reads[1] < 0.9 * reads[0]
+
+
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     """An array whose chunks are single steps; (folder, values)."""
@@ -233,8 +342,9 @@ def steps(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, sl.Shuffle(lanes=1)])
-def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers):
+def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers, monkeypatch):
     folder, values = steps
+    monkeypatch.setattr(Budget, "shares_blocks", False)
     options = {"shuffle": shuffle, "batch_size": 8, "fields": ("a",), "memory": 38_000_000}
     sampling = Sampling(sample_axis="time", windows=sl.Window(4))
     with served(folder) as (url, chunks):

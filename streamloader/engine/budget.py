@@ -147,6 +147,14 @@ class Budget(NamedTuple):
         return self.slots, self.fills_batches, self.keeps, self.kept_slots
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether what has been loaded is used again: without `memory=` each run sends the requests that are planned.
+
+        Rows of batches are not, since a consumer may change them.
+        """
+        return self.exact and not self.keeps and not self.fills_batches
+
+    @property
     def usual_bytes(self) -> int:
         """The largest size of a batch that counts as one batch."""
         return self.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES

@@ -48,7 +48,7 @@ from streamloader.order.schedule import BlockRef
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
-from streamloader.zarr.columns import RegionReader
+from streamloader.zarr.columns import ChunkPlaces, RegionReader
 from streamloader.zarr.reader import ABSENT, ArrayRun
 
 NEVER = float("inf")
@@ -352,8 +352,8 @@ class Fetcher:
         problem = None
         try:
             with block.dataset.store.retries.waits_by(self.sleep):
-                claims = self._memory.claims(name, block.ref.ticket)
-                runs = block.dataset.runs(name, block.ref.start, block.ref.stop, claims)
+                chosen = self._choose(block, block.dataset.readers[name])
+                runs = block.dataset.runs(name, block.ref.start, block.ref.stop, chosen)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             problem = wrapped(error, f"reading the chunk table of field {name!r}")
         with self._changed:
@@ -365,6 +365,20 @@ class Fetcher:
                 self._end_piece(block, problem)
                 self._dispatch()
         del problem  # its traceback holds this frame
+
+    def _choose(self, block: LoadingBlock, reader: FieldReader | RegionReader) -> list[ChunkPlaces] | None:
+        """Return the chunks of arrays to read for a block; None for other fields, or for all."""
+        with self._changed:
+            if self._closed.is_set() or not isinstance(reader, RegionReader):
+                return None
+            self._writers += 1
+        try:
+            return self._memory.chunks_to_read(block.ref, reader, partial(self._allocate_region, block))
+        finally:
+            with self._changed:
+                self._writers -= 1
+                if self._closed.is_set():
+                    self._changed.notify_all()
 
     def _add_pieces(self, block: LoadingBlock, name: str, runs: Sequence[Any]) -> None:
         """Divide a field of a block into pieces, and queue them. Requires the lock."""

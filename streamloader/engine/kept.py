@@ -43,6 +43,14 @@ class KeptBlocks:
         kept = self._refs.get(self._slots.get(ref.block, NO_SLOT))
         return kept is not None and kept.start <= ref.start and ref.stop <= kept.stop
 
+    def beside(self, block: int, size: int, reach: int) -> list[int]:
+        """Return the slots of the blocks up to `reach` before and after one, which has `size` samples as they have.
+
+        A part of the block itself may be among them.
+        """
+        found = (self._slots.get(block + number * size, NO_SLOT) for number in range(-reach, reach + 1))
+        return [slot for slot in found if slot != NO_SLOT]
+
     def add(self, slot: int, ref: BlockRef, size: int) -> int:
         """Register the block that was loaded into a slot, where it has a user, and `size` bytes.
 
@@ -50,7 +58,7 @@ class KeptBlocks:
         slot is registered, or a part is that has users.
         """
         other = self._slots.get(ref.block, NO_SLOT)
-        if not self.most or slot in self._refs or self._users.get(other):
+        if slot in self._refs or self._users.get(other):
             return NO_SLOT
         if other != NO_SLOT:
             self._remove(other)

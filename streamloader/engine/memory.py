@@ -146,12 +146,13 @@ class Memory:
         self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block + row
 
     def complete(self, ticket: int, size: int = 0) -> None:
-        """Let a block that has been loaded be kept, which has `size` bytes in `bodies`."""
+        """Let others use a block that has been loaded, and has `size` bytes in `bodies`, if blocks are shared."""
         slot = self.claim(ticket)
         for regions in self._kept_arrays.values():
             regions.complete(slot)
-        with self._lock:
-            self._free_slot(self._kept.add(slot, self._refs[ticket], size))
+        if self.budget.shares_blocks:
+            with self._lock:
+                self._free_slot(self._kept.add(slot, self._refs[ticket], size))
 
     def release(self, ticket: int) -> None:
         """Free the ticket's slot, unless its block is kept; items that a batch still holds stay valid."""
@@ -177,10 +178,21 @@ class Memory:
         kept = self._kept_arrays.items()
         return [name for name, each in kept if each.open_kept(slot, readers[name], ref.start, ref.stop)]
 
-    def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
-        """Return the chunks of a field to read for a block, None for all that it needs."""
-        slot = self.claim(ticket) if self._kept_arrays else NO_SLOT
-        return None if slot == NO_SLOT else self._kept_arrays[name].claims(slot)
+    def chunks_to_read(self, ref: BlockRef, reader: RegionReader, allocate: Allocate) -> list[ChunkPlaces] | None:
+        """Return the chunks of arrays to read for a block, None for all that it needs.
+
+        What other blocks in memory have is copied to the regions of the block, which `allocate` returns memory for.
+        """
+        regions = self.residences[reader.name]
+        assert isinstance(regions, Regions)
+        with self._lock:  # the arrays of a block hold its memory, should it be dropped now
+            beside = regions.in_slots(self._kept.beside(ref.block, self.block, reader.reach(self.block)))
+        if not beside and not self._kept_arrays:
+            return None
+        slot = self.claim(ref.ticket)
+        if slot == NO_SLOT:
+            return None
+        return regions.claims(slot) if self._kept_arrays else regions.share(slot, ref, (reader, allocate), beside)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slot row of each row of the blocks with these tickets."""

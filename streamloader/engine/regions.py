@@ -22,7 +22,7 @@ from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.options import MIB, Pack
 from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.storage.buffers import Allocate
-from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader
+from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader, common_box
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
@@ -177,13 +177,11 @@ class KeptArrays:
         number = np.searchsorted(runs[:, 0], low[axis], side="right") - 1 if low else 0
         (first, stop), end = runs[number].tolist(), int(self._ends[number])
         bounds = self.reader.bounds_of(first, stop)
-        inside = [slice(a - begin, b - begin) for a, b, begin in zip(low, high, bounds[0], strict=True)]
         run = [slice(None)] * axis + [slice(end - (stop - first), end)] if low else list[slice]()
         if column.channels:
-            inside.insert(column.channel_axis, slice(None))
             run.insert(column.channel_axis, slice(None))
         array = self._array[tuple(run)]
-        return array[tuple(inside)], array, bounds
+        return array[column.inside(bounds[0], low, high)], array, bounds
 
     def open(self, start: int, stop: int) -> tuple[BlockRegions, list[ChunkPlaces]]:
         """Return the regions of the samples [start, stop), and the chunks that it claims: no block did before."""
@@ -277,8 +275,37 @@ class Regions:
                 self.rows.put(slot, row, items)
 
     def claims(self, slot: int) -> list[ChunkPlaces]:
-        """Return the chunks to read for the block in a slot."""
+        """Return the chunks to read for the block in a slot, where memory is kept for all."""
         return self._claims.get(slot, [])
+
+    def in_slots(self, slots: Sequence[int]) -> list[BlockRegions]:
+        """Return the blocks in these slots."""
+        return [block for block in (self._blocks[slot] for slot in slots) if block is not None]
+
+    def share(
+        self, slot: int, ref: BlockRef, source: tuple[RegionReader, Allocate], others: Sequence[BlockRegions]
+    ) -> list[ChunkPlaces] | None:
+        """Copy what other blocks, which are loaded, have of a block in a slot; return the chunks left to read.
+
+        None if these are all. `source`: reads the block, and allocates its regions.
+        """
+        reader, allocate = source
+        shared = [
+            ((region, *box), array[reader.column.inside(low, *box)])
+            for region, bounds in enumerate(reader.regions(ref.start, ref.stop))
+            for other in others
+            if other.reader is reader
+            for array, (low, high) in zip(other.arrays, other.bounds, strict=True)
+            if (box := common_box(bounds, (low, high)))
+        ]
+        left, used = reader.chunks_outside(ref.start, ref.stop, [box for box, _ in shared])
+        if not used:
+            return None
+        targets = self.open(slot, ref, reader, allocate)
+        for number in used:
+            (region, low, high), elements = shared[number]
+            targets.arrays[region][reader.column.inside(targets.bounds[region][0], low, high)] = elements
+        return left
 
     def complete(self, slot: int) -> None:
         """Keep the chunks that the block in a slot claimed, which has been loaded."""

@@ -26,6 +26,7 @@ from streamloader.zarr.reader import ABSENT, ArrayReader, ArrayRun, Place, Targe
 
 Ints = NDArray[np.int64]
 Bound = tuple[int, ...]  # an element of a region for each dimension
+RegionBox = tuple[int, Bound, Bound]  # the elements [low, high) of the region with this number
 BOX_CACHE = 512
 SAMPLED_BLOCKS = 64  # whose sizes are compared to find the memory of a block
 REREAD = 1.15  # how often chunks are read, at most, if blocks may be wide enough
@@ -152,6 +153,13 @@ class RegionColumn:
             sizes.insert(self.channel_axis, self.channels)
         return tuple(sizes)
 
+    def inside(self, first: Bound, low: Bound, high: Bound) -> tuple[slice, ...]:
+        """Return the index of the elements [low, high) in a region that begins at `first`."""
+        at = [slice(a - begin, b - begin) for a, b, begin in zip(low, high, first, strict=True)]
+        if self.channels:
+            at.insert(self.channel_axis, slice(None))
+        return tuple(at)
+
 
 @dataclass(frozen=True, eq=False)
 class ArrayFields:
@@ -211,6 +219,12 @@ class BlockArrays(NamedTuple):
 
     arrays: Sequence[NDArray[Any]]
     bounds: Sequence[tuple[Bound, Bound]]
+
+
+def common_box(one: tuple[Bound, Bound], other: tuple[Bound, Bound]) -> tuple[Bound, Bound] | None:
+    """Return the bounds of the elements that two boxes have in common, None if there are none."""
+    low, high = tuple(map(max, one[0], other[0])), tuple(map(min, one[1], other[1]))
+    return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
 
 
 class RegionReader:
@@ -304,6 +318,30 @@ class RegionReader:
         for region, (low, high) in enumerate(self.regions(start, stop)):
             for member in self.arrays:
                 yield region, member, self.boxes_of(self.column.members[member], low, high)
+
+    def reach(self, block: int) -> int:
+        """Return how many blocks of `block` samples, on either side of one, may have some of its elements."""
+        return max((1 + axis.reach // (axis.stride * block) for axis in self.fields.anchors.axes[:1]), default=0)
+
+    def chunks_outside(self, start: int, stop: int, boxes: Sequence[RegionBox]) -> tuple[list[ChunkPlaces], list[int]]:
+        """Return the chunks of the samples [start, stop) without those that boxes have all elements of.
+
+        And the numbers of the boxes that have these. Elements that the region of a chunk does not have do not count.
+        """
+        left, used = list[ChunkPlaces](), set[int]()
+        for region, number, wanted in self.boxes(start, stop):
+            places, chunks = self.arrays[number].places(wanted), self.arrays[number].array.chunks
+            mine = [n for n, (of, _, _) in enumerate(boxes) if of == region]
+            first = np.array(places, np.int64).reshape(len(places), -1) * chunks
+            has = np.ones((len(mine), len(places)), np.bool_)
+            for each, (low, high) in zip(self.column.members[number].slices, wanted, strict=True):
+                begin, end = np.maximum(first, low), np.minimum(first + chunks, high)
+                for row, n in enumerate(mine):
+                    a, b = self._bounds(self.column.members[number], each, *boxes[n][1:])
+                    has[row] &= ((begin >= a) & (end <= b)).all(axis=1)
+            used |= {mine[row] for row in np.flatnonzero(has.any(axis=1)).tolist()}
+            left.append(ChunkPlaces(region, number, [places[at] for at in np.flatnonzero(~has.any(axis=0)).tolist()]))
+        return [each for each in left if each.places], sorted(used)
 
     def runs(self, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> list[ArrayRun]:
         """Return the requests for the `chosen` chunks of the samples [start, stop), or for all.
