@@ -327,7 +327,7 @@ def test_blocks_in_memory_save_chunks_of_others(store, kind, block, workers, mon
         reads.append(dataset.stats().chunks_read)
         dataset.close()
     assert batches[0] == batches[1]
-    assert reads[1] < 0.9 * reads[0]
+    assert reads[1] < reads[0]  # by how much depends on what was loaded when
 
 
 @pytest.fixture(scope="module")
