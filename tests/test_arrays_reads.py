@@ -293,7 +293,7 @@ def test_what_other_blocks_have_is_copied_and_only_the_rest_is_read(store, kind,
         load(regions, slot, ref, reader)
     expected = load(regions, len(others), mine, reader)
     beside = regions.in_slots(range(len(others)))
-    left = regions.share(len(others) + 1, mine, (reader, empty_buffer), beside)
+    left = regions.fill_from(len(others) + 1, mine, (reader, empty_buffer), beside)
     found = load(regions, len(others) + 1, mine, reader, left)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -344,7 +344,7 @@ def steps(tmp_path_factory):
 @pytest.mark.parametrize("shuffle", [False, sl.Shuffle(lanes=1)])
 def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers, monkeypatch):
     folder, values = steps
-    monkeypatch.setattr(Budget, "shares_blocks", False)
+    monkeypatch.setattr(Budget, "reuses_blocks", False)
     options = {"shuffle": shuffle, "batch_size": 8, "fields": ("a",), "memory": 38_000_000}
     sampling = Sampling(sample_axis="time", windows=sl.Window(4))
     with served(folder) as (url, chunks):

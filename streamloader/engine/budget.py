@@ -147,7 +147,7 @@ class Budget(NamedTuple):
         return self.slots, self.fills_batches, self.keeps, self.kept_slots
 
     @property
-    def shares_blocks(self) -> bool:
+    def reuses_blocks(self) -> bool:
         """Whether what has been loaded is used again: without `memory=` each run sends the requests that are planned.
 
         Rows of batches are not, since a consumer may change them.

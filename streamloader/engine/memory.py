@@ -146,11 +146,11 @@ class Memory:
         self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block + row
 
     def complete(self, ticket: int, size: int = 0) -> None:
-        """Let others use a block that has been loaded, and has `size` bytes in `bodies`, if blocks are shared."""
+        """Let other tickets use a block that has been loaded, of `size` bytes in `bodies`, if blocks are used again."""
         slot = self.claim(ticket)
         for regions in self._kept_arrays.values():
             regions.complete(slot)
-        if self.budget.shares_blocks:
+        if self.budget.reuses_blocks:
             with self._lock:
                 self._free_slot(self._kept.add(slot, self._refs[ticket], size))
 
@@ -192,7 +192,7 @@ class Memory:
         slot = self.claim(ref.ticket)
         if slot == NO_SLOT:
             return None
-        return regions.claims(slot) if self._kept_arrays else regions.share(slot, ref, (reader, allocate), beside)
+        return regions.claims(slot) if self._kept_arrays else regions.fill_from(slot, ref, (reader, allocate), beside)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slot row of each row of the blocks with these tickets."""

@@ -282,7 +282,7 @@ class Regions:
         """Return the blocks in these slots."""
         return [block for block in (self._blocks[slot] for slot in slots) if block is not None]
 
-    def share(
+    def fill_from(
         self, slot: int, ref: BlockRef, source: tuple[RegionReader, Allocate], others: Sequence[BlockRegions]
     ) -> list[ChunkPlaces] | None:
         """Copy what other blocks, which are loaded, have of a block in a slot; return the chunks left to read.
@@ -290,7 +290,7 @@ class Regions:
         None if these are all. `source`: reads the block, and allocates its regions.
         """
         reader, allocate = source
-        shared = [
+        found = [
             ((region, *box), array[reader.column.inside(low, *box)])
             for region, bounds in enumerate(reader.regions(ref.start, ref.stop))
             for other in others
@@ -298,12 +298,12 @@ class Regions:
             for array, (low, high) in zip(other.arrays, other.bounds, strict=True)
             if (box := common_box(bounds, (low, high)))
         ]
-        left, used = reader.chunks_outside(ref.start, ref.stop, [box for box, _ in shared])
+        left, used = reader.chunks_outside(ref.start, ref.stop, [box for box, _ in found])
         if not used:
             return None
         targets = self.open(slot, ref, reader, allocate)
         for number in used:
-            (region, low, high), elements = shared[number]
+            (region, low, high), elements = found[number]
             targets.arrays[region][reader.column.inside(targets.bounds[region][0], low, high)] = elements
         return left
 
