@@ -33,7 +33,7 @@ from transform_tasks import Odd, slow
 from worker_tasks import workers_of
 
 import streamloader as sl
-from streamloader.engine.arena import PAGE, RETURNED_BYTES, Arena
+from streamloader.engine.arena import HUGE_BYTES, HUGE_PAGE, PAGE, RETURNED_BYTES, Arena
 from streamloader.engine.executor import LEAST_CORES, MOST_COPYING, SLOW_TRANSFORM, Executor, Job, choose_workers
 from streamloader.engine.messages import MOVED_BYTES, Callback, receive
 from streamloader.errors import EngineError
@@ -57,7 +57,8 @@ def executors() -> tuple[Executor, Executor]:
 @given(st.booleans(), st.data())
 def test_live_arrays_keep_their_values_and_all_memory_comes_back(shared, data):
     arena, live = Arena(shared=shared), {}
-    sizes = st.one_of(st.integers(0, 3 * PAGE), st.sampled_from([RETURNED_BYTES, RETURNED_BYTES + 1, 1 << 20]))
+    large = [RETURNED_BYTES, RETURNED_BYTES + 1, 1 << 20, HUGE_BYTES, HUGE_BYTES + 1]
+    sizes = st.one_of(st.integers(0, 3 * PAGE), st.sampled_from(large))
     for number in range(data.draw(st.integers(1, 40))):
         if live and data.draw(st.booleans()):
             del live[data.draw(st.sampled_from(sorted(live)))]
@@ -67,6 +68,7 @@ def test_live_arrays_keep_their_values_and_all_memory_comes_back(shared, data):
         assert arena.allocated == sum(-(-max(1, array.nbytes) // PAGE) * PAGE for array in live.values())
         spans = sorted((arena.offset(array), array.nbytes) for array in live.values())
         assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
+        assert not any((arena.base + a) % HUGE_PAGE for a, size in spans if size >= HUGE_BYTES), "or no page is huge"
         assert all((array == key).all() for key, array in live.items())
     del live
     whole = arena.allocate(arena.size)  # one range again

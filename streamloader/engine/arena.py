@@ -16,7 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
@@ -37,6 +37,7 @@ LEAST_RESERVED = 1 << 33
 RETURNED_BYTES = 1 << 18
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # of Python 3.13
 HUGE_BYTES = 1 << 22  # allocations that ask for huge pages, as numpy does
+HUGE_PAGE = 1 << 21  # only whole ones can be huge
 
 
 class MappedMemory:
@@ -97,16 +98,17 @@ class Arena(MappedMemory):
         `huge`: in huge pages if it is large; their first use takes longer, which pays for memory that is used again.
         """
         pages = -(-max(1, size) // PAGE) * PAGE
+        huge = huge and pages >= HUGE_BYTES
         with self._lock:
             self._collect()
-            start = self._take(pages)
+            start = self._take(pages, (HUGE_PAGE, PAGE) if huge else (PAGE,))
             array = np.frombuffer(self._map, np.uint8, size, start)
             # the last callback is called first
             returned = pages >= RETURNED_BYTES
             freed = self._kind(array, methodcaller("free", self._advice, start, pages)) if returned else None
             entry = weakref.ref(array, self._deleted.append)
             self._allocated[id(entry)] = entry, freed, start, pages
-        if huge and pages >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, pages)
         return array
@@ -123,18 +125,20 @@ class Arena(MappedMemory):
             self._collect()
             return self.size - sum(self._sizes.values())
 
-    def _take(self, pages: int) -> int:
-        """Remove the first free range of `pages` bytes, and return its start."""
-        for index, start in enumerate(self._starts):
-            size = self._sizes[start]
-            if size >= pages:
-                del self._sizes[start]
-                if size == pages:
-                    del self._starts[index]
-                else:
-                    self._starts[index] = start + pages
-                    self._sizes[start + pages] = size - pages
-                return start
+    def _take(self, pages: int, steps: Sequence[int]) -> int:
+        """Remove the first free range of `pages` bytes, and return its start.
+
+        Its address is a multiple of the first of `steps` for which there is one.
+        """
+        for step in steps:
+            for index, first in enumerate(self._starts):
+                start, end = first + -(self.base + first) % step, first + self._sizes[first]
+                if start + pages <= end:
+                    del self._sizes[first]
+                    rest = {at: stop - at for at, stop in ((first, start), (start + pages, end)) if at < stop}
+                    self._starts[index : index + 1] = rest
+                    self._sizes |= rest
+                    return start
         raise MemoryError(f"{pages} bytes of {self.size} addresses")
 
     def _collect(self) -> None:
