@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from hypothesis import settings
 from servers import S3Server, external_server, moto_server, seaweedfs_server
+from worker_tasks import run_workers
 
 # a test that forgets its keys must fail at once, not ask a cloud's metadata service for them
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
@@ -60,6 +61,12 @@ def no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take no read for late before its policy does, so that requests can be counted if the process stands still."""
     monkeypatch.setattr("streamloader.storage.retry.LEAST_PATIENCE", 60.0)
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> None:
+    """Two workers run: before, threads of this process read."""
+    run_workers(2)
 
 
 @pytest.fixture

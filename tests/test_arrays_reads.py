@@ -28,6 +28,7 @@ from streamloader.order.schedule import BlockRef
 from streamloader.storage.buffers import empty_buffer
 from streamloader.zarr.columns import RegionReader
 
+pytestmark = pytest.mark.usefixtures("two_workers")
 DIGEST = "190ca8886b8751338d24bebdc7dee7d5b8842761faa2ff6909b9addc9ffe6d95"
 STEPS, COUNT = 4, 160  # of a chunk of `a`, of the axis
 PLANE = (8, 16)

@@ -2,8 +2,10 @@
 
 import gc
 import hashlib
+import random
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -35,6 +37,7 @@ from streamloader.format.writer import Writer
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.options import Layout, Pack
 
+pytestmark = pytest.mark.usefixtures("two_workers")
 N = 120
 WORKERS = (1, 2, 3, 5)
 ALL: dict[str, Any] = {"with_index": True, "seed": 3}
@@ -167,15 +170,28 @@ CASES: dict[str, Open] = {
 }
 
 
+class Sometimes(threading.Event):
+    """Says now and then that no worker serves yet, as while workers start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def is_set(self) -> bool:
+        return self.random.random() < 0.5
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case, folder):
+def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case, folder, monkeypatch):
     opened = partial(CASES[case], folder)
     expected = digests(threads := opened(num_workers=0))
     assert len(set(expected)) > 1
-    for workers in WORKERS:
+    for workers in (*WORKERS, 2):
         assert digests(ds := opened(num_workers=workers)) == expected
         assert (ds.stats().workers, ds.stats().workers_replaced) == (workers, 0)
         assert counts(ds) == counts(threads)
+        if workers == WORKERS[-1]:
+            monkeypatch.setattr(Executor(2)._pool, "serves", Sometimes())
 
 
 def test_tensors_of_a_transform_do_not_depend_on_the_number_of_workers(folder):

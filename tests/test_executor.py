@@ -535,6 +535,13 @@ def test_workers_start_without_a_main_guard_and_import_no_torch(data):
     assert run_python("-c", code).stdout.splitlines() == ["60", "[False, True]"]
 
 
+def test_passes_do_not_wait_for_workers_that_start(data, tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o700)
+    assert run("unserved", data(203), program) == {"same": [True] * 3, "requests": True, "workers": 2}
+
+
 HEAVY = {"PIL", "botocore", "cv2", "dask", "fsspec", "obstore", "pandas", "pyarrow", "s3fs", "scipy", "torch", "zarr"}
 
 

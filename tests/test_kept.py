@@ -26,6 +26,8 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.mixture import Mix, MixShare, Phase
 from streamloader.order.schedule import BlockRef, EpochShare, World
 
+pytestmark = pytest.mark.usefixtures("two_workers")
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:

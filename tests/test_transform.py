@@ -23,6 +23,7 @@ from streamloader.engine.transform import collate, rng_of, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
 from streamloader.pytorch.dataset import StreamingDataset
 
+pytestmark = pytest.mark.usefixtures("two_workers")
 N = 203
 
 

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import hashlib
 import json
+import multiprocessing.spawn
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ import numpy as np
 import worker_tasks
 from conversions import wait_for
 from folder_server import folder_server
-from worker_tasks import servers_of, workers_of
+from worker_tasks import run_workers, servers_of, workers_of
 
 import streamloader as sl
 from streamloader.engine.arena import Arena
@@ -51,6 +52,7 @@ def killed(moment: str, url: str, folder: str) -> None:
     }
     opened = kinds[moment]
     threads = [digest(batch) for batch in opened(url, 0)]
+    run_workers(2)
     with warnings.catch_warnings(record=True) as caught, folder_server(Path(url)) as server:
         warnings.simplefilter("always")
         ds, count = opened(server.url if moment == "fetching" else url, 2), 1
@@ -77,6 +79,7 @@ def kill(number: int) -> None:
 def server_killed(url: str) -> None:
     """Kill the process that forks workers, then one of them, in the middle of an epoch, and compare its batches."""
     threads = [digest(batch) for batch in sl.NumpyDataset(url, batch_size=2)]
+    run_workers(3)
     ds = sl.NumpyDataset(url, batch_size=2, num_workers=3)
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -95,9 +98,22 @@ def server_killed(url: str) -> None:
     say({"same": found == threads, "ended": ended, "warnings": shown, **counts})
 
 
+def unserved(url: str, program: str) -> None:
+    """Iterate while workers start for ever, and close."""
+    multiprocessing.spawn.set_executable(program)
+    options: dict[str, Any] = {"batch_size": 5, "memory": "64MB"}  # blocks are kept
+    threads = sl.NumpyDataset(url, **options)
+    ds = sl.NumpyDataset(url, num_workers=2, **options)
+    same = [[digest(batch) for batch in ds] == [digest(batch) for batch in threads] for _ in range(3)]
+    ds.close()
+    say({"same": same, "requests": ds.stats().requests == threads.stats().requests, "workers": ds.stats().workers})
+
+
 def imports(url: str, arguments: str) -> None:
     """Iterate with a worker, start another one, and show the packages that each of them has imported."""
-    for _ in sl.StreamingDataset(url, batch_size=16, num_workers=1, **json.loads(arguments)):
+    ds = sl.StreamingDataset(url, batch_size=16, num_workers=1, **json.loads(arguments))
+    run_workers(1)
+    for _ in ds:
         pass
     executor, found = Executor(2), []
     executor.start()
@@ -160,6 +176,7 @@ def forked(url: str) -> None:
     """Use a pass of the parent and a new dataset in a forked child; the parent goes on."""
     warnings.simplefilter("ignore")
     options: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
+    run_workers(2)
     expected = [digest(batch) for batch in sl.NumpyDataset(url, **options)]
     parents = workers_of(os.getpid())
     ds = sl.NumpyDataset(url, **options)
@@ -186,6 +203,7 @@ def forked(url: str) -> None:
 def endless(work: str, url: str) -> None:
     """Iterate, or wait in a transform, until the process is killed, with a forked child that lives on."""
     transform = worker_tasks.stuck if work == "transforming" else None
+    run_workers(2)
     ds = sl.NumpyDataset(url, batch_size=5, num_workers=2, transform=transform)
     iterator = iter(ds)
     if transform is None:
@@ -216,7 +234,7 @@ def interrupted(work: str, url: str) -> None:
     """Iterate, or wait in a transform, until Ctrl-C; then go on with another dataset."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     transform = worker_tasks.stuck if work == "transforming" else None
-    list(sl.NumpyDataset(url, batch_size=5, num_workers=2))
+    run_workers(2)
     ds = sl.NumpyDataset(url, batch_size=5, num_workers=2, transform=transform)
     try:
         iterator = iter(ds)
@@ -236,7 +254,7 @@ def interrupted(work: str, url: str) -> None:
 def closed(url: str) -> None:
     """Close a dataset whose transform waits in a worker, and look what is left."""
     options: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
-    list(sl.NumpyDataset(url, **options))
+    run_workers(2)
     arena = Executor(2).arena
     wait_until_free(arena)
     ds = sl.NumpyDataset(url, transform=worker_tasks.Waiting(os.getpid()), **options)
@@ -279,6 +297,7 @@ def after_a_hang(url: str) -> None:
 def hedges(url: str) -> None:
     """Iterate with two workers that run, then with 8 of which 6 start meanwhile."""
     found = []
+    run_workers(2)
     for workers in (2, 8):
         ds = sl.NumpyDataset(url, batch_size=16, num_workers=workers)
         list(ds)

@@ -12,6 +12,18 @@ from typing import Any
 import numpy as np
 
 
+def run_workers(count: int) -> None:
+    """Wait until `count` workers run: before, threads of this process read."""
+    from streamloader.engine.executor import Executor
+
+    executor = Executor(count)
+    executor.start()
+    assert executor._pool is not None
+    assert executor._pool.serves.wait(60)
+    while len(workers_of(os.getpid())) < count:
+        time.sleep(0.01)
+
+
 def drawing(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """Draw from every generator that a sample seeds in workers."""
     return {

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
-from streamloader.engine.messages import Callback, dump, dump_call, dump_shared, load, receive, refer_to, share
+from streamloader.engine.messages import Callback, Shared, dump, dump_call, dump_shared, load, receive, refer_to, share
 from streamloader.engine.workers import Pool
 from streamloader.errors import EngineError
 from streamloader.storage.process import PerProcess, finalize, take
@@ -189,8 +189,12 @@ class Executor:
 
     def start(self) -> None:
         """Start the workers that are missing; calls wait until they are ready."""
-        if self._pool is not None:
-            self._pool.grow(self.workers)
+        pool = self._pool
+        if pool is None or self._calls is None:
+            return
+        pool.grow(self.workers)
+        if not pool.serves.is_set():
+            self._calls.submit(Job(len, ("",), lambda *_: pool.serves.set()))
 
     def share(self, value: Result) -> Result:
         """Return what to pass to `call` for a value that is the same in many calls: it is sent once.
@@ -201,15 +205,20 @@ class Executor:
             return value
         return share(value, self.arena)  # type: ignore[return-value]
 
-    def jobs(self, name: str, count: int, on_error: OnError, prepare: Sequence[Any] = ()) -> Threads | Calls:
+    def jobs(
+        self, name: str, count: int, on_error: OnError, prepare: Sequence[Any] = (), *, begin_here: bool = False
+    ) -> Threads | Calls:
         """Return what runs up to `count` jobs at once, in threads of this process or of workers.
 
         `on_error` gets exceptions of `done`. `prepare`: a function and its arguments, which each thread of a worker
-        calls before its first job, so that the time of jobs includes no start.
+        calls before its first job, so that the time of jobs includes no start. `begin_here`: threads of this process
+        run the jobs that come before a worker serves. Shared values are arguments of these, not inside of them.
         """
+        threads = Threads(name, count, on_error, self.arena)
         if self._pool is None:
-            return Threads(name, count, on_error, self.arena)
-        return Calls(self._pool, self.workers, count, on_error=on_error, on_death=self._on_death, prepare=prepare)
+            return threads
+        calls = partial(Calls, self._pool, self.workers, count, on_error=on_error, on_death=self._on_death)
+        return calls(prepare=prepare, here=threads if begin_here else None)
 
     def call(
         self,
@@ -234,16 +243,16 @@ class Executor:
     def map(self, function: Callable[..., Result], arguments: Iterable[Sequence[Any]], ahead: int) -> Iterator[Result]:
         """Yield `function(*args)` for each of the arguments, in order. Workers compute up to `ahead` of them at once.
 
-        The first one is computed here while workers start. Arguments are taken from the iterable when their call
-        begins, and are not shared values.
+        Those that are needed before a worker serves are computed here. Arguments are taken from the iterable when their
+        call begins, and are not shared values.
         """
         begun: deque[Callable[[], Any]] = deque()
-        for number, args in enumerate(arguments):
-            if self._calls is None or (not number and not self._calls.opened):
-                begun.append(partial(self._here, function, *args))
-            else:
-                begun.append(_begin(self._calls, function, args))
-            if self._calls is None or len(begun) >= ahead:
+        for args in arguments:
+            if self._pool is None or self._calls is None or not self._pool.serves.is_set():
+                yield self._here(function, *args)
+                continue
+            begun.append(_begin(self._calls, function, args))
+            if len(begun) >= ahead:
                 yield begun.popleft()()
         while begun:
             yield begun.popleft()()
@@ -275,7 +284,7 @@ class Calls:
     """Runs jobs in workers, up to `count` at once, each in a thread of a worker of its own.
 
     `on_error` gets exceptions of `done`. `on_death` is called after a worker was replaced. `prepare` is that of
-    `Executor.jobs`.
+    `Executor.jobs`. `here`: runs the jobs that come before a worker serves.
     """
 
     def __init__(
@@ -287,9 +296,10 @@ class Calls:
         on_error: OnError,
         on_death: Callable[[], object],
         prepare: Sequence[Any] = (),
+        here: Threads | None = None,
     ) -> None:
         self._pool, self._workers, self.count, self.prepare = pool, workers, count, prepare
-        self.on_error, self._on_death = on_error, on_death
+        self.on_error, self._on_death, self._here = on_error, on_death, here
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
         self._busy: set[_Channel] = set()
@@ -299,6 +309,10 @@ class Calls:
 
     def submit(self, job: Job) -> None:
         """Begin a job, or queue it. After `close`, jobs are dropped."""
+        if self._here is not None and not self._pool.serves.is_set():
+            args = [arg.here if type(arg) is Shared else arg for arg in job.args]
+            self._here.submit(replace(job, args=args))
+            return
         with self._changed:
             if self._closed:
                 return
@@ -357,11 +371,15 @@ class Calls:
             self._closed, self.on_error = True, bool  # whose object may own this one
             self._jobs.clear()
             unused, self._idle = [*self._idle, *(() if wait else self._busy)], deque()
+        if self._here is not None:
+            self._here.close()
         for channel in unused:
             channel.close_unless_given()
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` until no job runs; return whether none does."""
+        if self._here is not None and not self._here.join(seconds):
+            return False
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy, seconds)
 

@@ -184,7 +184,7 @@ class Fetcher:
         self._closed = threading.Event()
         self.sleep = sleeper(self._closed)
         prepare = [(open_reader, source) for source in self._shared.values()][:1]
-        self._requests = executor.jobs("fetch", budget.threads, self.fail, *prepare)
+        self._requests = executor.jobs("fetch", budget.threads, self.fail, *prepare, begin_here=True)
         # what waits: for a chunk table, or before a retry
         requests = self._requests
         self._local = requests if isinstance(requests, Threads) else Threads("plan", budget.threads, self.fail)

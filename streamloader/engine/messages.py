@@ -38,7 +38,8 @@ READ_BYTES = 1 << 17
 class Shared(NamedTuple):
     """A value that is sent to each worker once. `main`: what workers need to import the script of this process.
 
-    `memory`: of its large arrays, in the arena. `path`: where modules are imported from.
+    `memory`: of its large arrays, in the arena. `path`: where modules are imported from. `here`: the value itself, for
+    jobs in this process.
     """
 
     key: int
@@ -46,6 +47,7 @@ class Shared(NamedTuple):
     main: dict[str, Any] | None = None
     memory: tuple[NDArray[np.uint8], ...] = ()
     path: tuple[str, ...] = ()
+    here: Any = None
 
 
 class Callback(NamedTuple):
@@ -110,7 +112,7 @@ def share(value: Any, arena: Arena) -> Shared:
     refer_to(arena, memory)
     data = dump(value)[0]
     refer_to(arena)  # which holds no memory
-    return Shared(next(_KEYS), data, None, tuple(memory), tuple(sys.path))
+    return Shared(next(_KEYS), data, None, tuple(memory), tuple(sys.path), value)
 
 
 def share_pickle(data: bytes, main: dict[str, Any] | None) -> Shared:
@@ -173,7 +175,7 @@ def dump_call(values: Sequence[Any]) -> tuple[bytes, list[Shared], list[Callback
 
 def dump_shared(value: Shared) -> bytes:
     """Return the message with a shared value, which comes before the first call that has it."""
-    return pickle.dumps(value._replace(memory=()))
+    return pickle.dumps(value._replace(memory=(), here=None))
 
 
 def load_call(data: bytes) -> list[Any]:

@@ -220,7 +220,7 @@ class Stages:
             self._shared_transform = share_transform(executor, config.transform, spawns=config.spawns)
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
-        self._copying = executor.jobs("gather", executor.workers, on_error)
+        self._copying = executor.jobs("gather", executor.workers, on_error, begin_here=True)
         self._decoding = executor.jobs("decode", self._threads, on_error)
         # a transform that workers cannot load, and the columns of transformed samples
         self._here = Threads("transform", 1, on_error)

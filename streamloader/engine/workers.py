@@ -97,9 +97,10 @@ def _await_end(worker: socket.socket, seconds: float = 0.0) -> None:
 
 
 class Pool:
-    """The worker processes of this process, and the memory that they share."""
+    """The worker processes of this process, and the memory that they share. `serves`: once one has run a job."""
 
     def __init__(self) -> None:
+        self.serves = threading.Event()
         self.arena = Arena(shared=True)
         self._workers: list[socket.socket] = []
         self._server: _ForkServer  # once there are workers
