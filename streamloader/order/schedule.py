@@ -239,8 +239,9 @@ class EpochShare:
                 for positions, samples in self.read_samples(span):  # in parts: together they would take more memory
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
-            reads, parts = next(reading)
-            tickets, opened, labels = _assign_tickets(self, reads, live, ticket, (starts, rows))
+            used, parts = next(reading)
+            tickets, opened, labels = _assign_tickets(self, used, live, ticket, (starts, rows))
+            reads = used[0]
             begin = 0
             for positions in self.positions_of_span(span) if parts is None else parts:
                 part = slice(begin, begin + positions.size)
@@ -484,9 +485,14 @@ def call_each(function: Callable[..., Any], arguments: Iterable[Sequence[Any]], 
     return starmap(function, arguments)
 
 
-def read_span(share: EpochShare, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
-    """Return `share.read(span, live)`."""
-    return share.read(span, live)
+def read_span(share: EpochShare, span: Span, live: Mapping[Any, int]) -> tuple[UsedBlocks, Iterable[Ints] | None]:
+    """Return what `share.read(span, live)` does, with the first and the last row of each block."""
+    reads, parts = share.read(span, live)
+    rows = np.arange(reads.block.size, dtype=np.int32 if reads.block.size < 2**31 else np.int64)
+    first, last = np.full(len(reads.keys), rows.size), np.full(len(reads.keys), -1)
+    first[reads.block[::-1]] = rows[::-1]  # numpy keeps the last assignment to an index
+    last[reads.block] = rows
+    return (reads, first, last), parts
 
 
 Compute = Callable[..., Any]
@@ -557,6 +563,9 @@ class BlockReads(NamedTuple):
     finished: NDArray[np.bool_]  # whether no later step uses the block
     block: NDArray[Any]  # integers: indexes into the columns above
     row: NDArray[Any]  # integers, counted from `start`
+
+
+UsedBlocks = tuple[BlockReads, Ints, Ints]  # with the first and the last row of each block, -1 if it has none
 
 
 def read_lanes(order: EpochOrder, positions: Positions, span: Span, others: Sequence[int]) -> BlockReads:
@@ -724,7 +733,7 @@ Labels = Iterator[tuple[int, tuple[BlockRef, ...], tuple[int, ...]]]  # (step, n
 
 
 def _assign_tickets(
-    share: EpochShare, reads: BlockReads, live: Mapping[Any, int], next_ticket: int, plans: tuple[range, int]
+    share: EpochShare, used: UsedBlocks, live: Mapping[Any, int], next_ticket: int, plans: tuple[range, int]
 ) -> tuple[Ints, int, Labels]:
     """Assign tickets to the blocks that are needed for the first time; `live` blocks keep their tickets.
 
@@ -732,12 +741,7 @@ def _assign_tickets(
 
     Returns the ticket of each block (-1 if it is not used yet), the number of new tickets, and the labels of the plans.
     """
-    steps, plan_rows = plans
-    rows = np.arange(reads.block.size, dtype=np.int32 if reads.block.size < 2**31 else np.int64)
-    first = np.full(len(reads.keys), rows.size)
-    first[reads.block[::-1]] = rows[::-1]  # numpy keeps the last assignment to an index
-    last = np.full(len(reads.keys), -1)
-    last[reads.block] = rows
+    (reads, first, last), (steps, plan_rows) = used, plans
     tickets = np.array([live.get(key, -1) for key in reads.keys], np.int64)
     opened = np.flatnonzero((last >= 0) & (tickets < 0))
     opened = opened[np.argsort(first[opened])]
