@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -181,9 +182,9 @@ class Counting:
 def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | None, *, keep: bool) -> dict[str, Any]:
     """Read by streamloader, in every epoch from the store unless `keep`."""
     import streamloader as sl
-    from streamloader.engine import memory as budget
+    from streamloader.engine import budget
 
-    budget.KEPT_SHARE = 0  # of what a loader without memory= may take
+    mock.patch.object(budget, "KEPT_SHARE", 0).start()  # of what a loader without memory= may take
     axes: dict[str, str | int] = {"table": "obs", "ome": "t", "csr": 0}
     options: dict[str, Any] = {"sample_axis": axes.get(store.kind, "time")}
     if store.kind == "ome":
