@@ -194,6 +194,7 @@ class Executor:
             return
         pool.grow(self.workers)
         if not pool.serves.is_set():
+            # also if it failed: then the jobs of workers raise the error
             self._calls.submit(Job(len, ("",), lambda *_: pool.serves.set()))
 
     def share(self, value: Result) -> Result:

@@ -169,6 +169,8 @@ class LoaderConfig:
 MORE_BATCHES = 2
 # With workers, the bytes of a batch that a thread copies at least.
 PART_BYTES = 8 * MIB
+# Fewer bytes are copied here: a message to a worker and its result take longer.
+SMALL_BYTES = 64 << 10
 # Images that a thread decodes at least, one after another.
 PART_IMAGES = 16
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
@@ -282,13 +284,13 @@ class Stages:
         return all(jobs.join(seconds) for jobs in (self._copying, self._decoding, self._here))
 
     def _copy(self, batch: Batch, copies: Sequence[Copy], slot_rows: Ints) -> None:
-        """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
-        workers = self._executor.workers
-        if not workers or not copies:
+        """Copy the rows of a batch, with workers in parts and later unless it is small; then begin the next stage."""
+        workers, size = self._executor.workers, sum(copy.out.nbytes for copy in copies)
+        if not workers or size < SMALL_BYTES:
             copy_all(copies)
             self._copied(batch, slot_rows)
             return
-        count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
+        count = max(1, min(workers, size // PART_BYTES))
         ended = _countdown(batch, count, partial(self._copied, batch, slot_rows))
         for number in range(count):
             self._copying.submit(Job(copy_all, [part_of(copies, number, count)], ended))
