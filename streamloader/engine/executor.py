@@ -304,7 +304,7 @@ class Calls:
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
         self._busy: set[_Channel] = set()
-        self.opened = 0  # channels
+        self._opened = 0  # channels
         self._closed = False
         self._changed = threading.Condition()  # reentrant: a finalizer may close in a thread that has it
 
@@ -320,8 +320,8 @@ class Calls:
             if self._idle:
                 channel = self._idle.popleft()
             elif len(self._busy) < self.count:
-                channel = _Channel(self, self._pool, self.opened % self._workers)
-                self.opened += 1
+                channel = _Channel(self, self._pool, self._opened % self._workers)
+                self._opened += 1
             else:
                 self._jobs.append(job)
                 return

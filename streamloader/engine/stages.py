@@ -285,8 +285,8 @@ class Stages:
 
     def _copy(self, batch: Batch, copies: Sequence[Copy], slot_rows: Ints) -> None:
         """Copy the rows of a batch, with workers in parts and later unless it is small; then begin the next stage."""
-        workers, size = self._executor.workers, sum(copy.out.nbytes for copy in copies)
-        if not workers or size < SMALL_BYTES:
+        workers = self._executor.workers
+        if not workers or (size := sum(copy.out.nbytes for copy in copies)) < SMALL_BYTES:
             copy_all(copies)
             self._copied(batch, slot_rows)
             return

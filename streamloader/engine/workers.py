@@ -97,7 +97,7 @@ def _await_end(worker: socket.socket, seconds: float = 0.0) -> None:
 
 
 class Pool:
-    """The worker processes of this process, and the memory that they share. `serves`: once one has run a job."""
+    """The worker processes of this process, and the memory that they share. `serves`: once a first job has ended."""
 
     def __init__(self) -> None:
         self.serves = threading.Event()
