@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
+    from streamloader.maintenance.versions import diff as diff
+    from streamloader.maintenance.versions import log as log
     from streamloader.options import Channels as Channels
     from streamloader.options import Decode as Decode
     from streamloader.options import Layout as Layout
@@ -50,6 +52,7 @@ _PUBLIC = {
     "maintenance.append": "append",
     "maintenance.export": "export",
     "maintenance.verify": "verify",
+    "maintenance.versions": "diff log",
     "options": "Channels Decode Layout Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",

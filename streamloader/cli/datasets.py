@@ -1,4 +1,4 @@
-"""`streamloader convert`, `append`, `inspect`, `verify`, `export` and `rm-incomplete`."""
+"""`streamloader convert`, `append`, `log`, `diff`, `inspect`, `verify`, `export` and `rm-incomplete`."""
 
 from __future__ import annotations
 
@@ -158,6 +158,48 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
             text = f"appended {counted(report.added, 'sample')} to {report.url}: {version}, {shards}, {shown.seconds}"
     if not quiet:
         click.echo(text)
+
+
+@click.command()
+@click.argument("url")
+@shared.split_option
+@shared.storage_option
+@shared.json_option
+def log(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
+    """List the versions of the dataset at URL, the newest first."""
+    from streamloader.maintenance.versions import log as run
+
+    versions = run(url, split=split, storage_options=storage_options)
+    if as_json:
+        click.echo(json.dumps([version.to_dict() for version in versions], indent=1))
+        return
+    rows = []
+    for version in versions:
+        samples = "" if version.num_samples is None else f"{version.num_samples:,}"
+        stored = "" if version.stored is None else show_bytes(version.stored)
+        published = f"{version.published:%Y-%m-%d %H:%M}" if version.published else ""
+        rows.append((version.number, samples, stored, published, version.change, ", ".join(version.fields)))
+    titles = ("version", "samples", "stored", "published (UTC)", "change", "fields")
+    print_table(titles, rows, ("version", "samples", "stored"))
+
+
+@click.command()
+@click.argument("url")
+@click.argument("a", type=IntRange(min=1))
+@click.argument("b", type=IntRange(min=1))
+@shared.split_option
+@shared.storage_option
+@shared.json_option
+def diff(*, url: str, a: int, b: int, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Show what changed from version A to version B of the dataset at URL."""
+    from streamloader.maintenance.versions import diff as run
+
+    difference = run(url, a, b, split=split, storage_options=storage_options)
+    if as_json:
+        click.echo(json.dumps(difference.to_dict(), indent=1))
+        return
+    size = f"{'-' if difference.bytes < 0 else '+'}{show_bytes(abs(difference.bytes))} stored"
+    click.echo(f"version {a} to {b}: {difference}; {size}")
 
 
 @click.command()

@@ -60,11 +60,14 @@ def open_root(store: Store, split: str | None = None, version: int | None = None
     opened = reread(lambda: _open_root(store, split))
     if version is None or version == opened.manifest.generation:
         return opened
-    return opened._replace(manifest=reread(lambda: _read_version(opened, version)))
+    return opened._replace(manifest=reread(lambda: read_version(opened, version)))
 
 
-def _read_version(opened: Opened, version: int) -> Manifest:
-    """Return the manifest of an earlier version, which the append after it kept."""
+def read_version(opened: Opened, version: int) -> Manifest:
+    """Return the manifest of an earlier version, which the append after it kept.
+
+    Raises `UsageError` if there is none, and `FormatError`.
+    """
     store, last = opened.store, opened.manifest.generation
     if not is_whole(version) or version > last:
         remedy = f"give a version from 1 to {last}, or leave it out for the last one"

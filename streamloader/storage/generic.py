@@ -16,6 +16,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from html import unescape
 from inspect import iscoroutinefunction, signature
 from itertools import starmap
@@ -109,6 +111,20 @@ class FsspecClient:
 
     def info(self, path: str) -> ObjectInfo | None:
         """Return size and etag of an object, or None if it does not exist."""
+        info = self._info(path)
+        return None if info is None else _object_info(path, info)
+
+    def modified(self, path: str) -> datetime | None:
+        """Return when the object was last written, or None if it does not exist or the filesystem does not tell."""
+        info = self._info(path) or {}
+        times = (info.get(key) for key in ("mtime", "last_modified", "Last-Modified", "created"))
+        time = next((time for time in times if time), None)
+        if isinstance(time, str):  # of a web server
+            time = parsedate_to_datetime(time)
+        return datetime.fromtimestamp(time, UTC) if isinstance(time, int | float) else time
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        """Return what fsspec knows about an object, or None if it does not exist."""
         self.fs.invalidate_cache()
         try:
             info = self._timed("info", path, 0)
@@ -117,7 +133,7 @@ class FsspecClient:
             if error.__cause__ is not None and facts_of(error).status != 404:
                 raise error.__cause__ from None
             return None
-        return _object_info(path, info) if info["type"] == "file" else None
+        return info if info["type"] == "file" else None
 
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - only S3 has pages
         """Return the objects below a folder, and no token of another page."""

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -64,6 +65,7 @@ class Client(Protocol):
     def get_range(self, path: str, start: int, stop: int, receiver: Receiver = ..., /) -> Buffer: ...
     def get_tail(self, path: str, size: int, /) -> bytes: ...
     def info(self, path: str, /) -> ObjectInfo | None: ...
+    def modified(self, path: str, /) -> datetime | None: ...
     def list_page(self, folder: str, token: str | None, /) -> Page: ...
     def folders(self, folder: str, /) -> list[str]: ...
     def put(self, path: str, data: Body, /) -> str: ...
@@ -91,6 +93,9 @@ class ReadOnlyClient(Client):
         if info is None:
             raise FileNotFoundError(path)
         return bytes(self.get_range(path, max(0, info.size - size), info.size))
+
+    def modified(self, _path: str) -> None:
+        """Return None: the times of such objects are unknown."""
 
     def list_page(self, folder: str, _token: str | None) -> NoReturn:
         """Raise `UnsupportedError`."""

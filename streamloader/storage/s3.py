@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -276,17 +277,25 @@ class S3Client:
 
     def info(self, path: str) -> ObjectInfo | None:
         """Return size and etag of an object, or None if it does not exist."""
+        head = self._head(path)
+        return None if head is None else ObjectInfo(path, head["ContentLength"], etag_of(head))
+
+    def modified(self, path: str) -> datetime | None:
+        """Return when the object was last written, or None if it does not exist."""
+        head = self._head(path)
+        return None if head is None else head["LastModified"]
+
+    def _head(self, path: str) -> _Response | None:
         try:
-            head = self.call("HeadObject", Key=path)
+            return self.call("HeadObject", Key=path)  # type: ignore[no-any-return]
         except ClientError as error:
             status = facts_of(error).status
             if status == 404:
                 return None
             if status not in (400, 403):
                 raise
-            self.get_range(path, 0, 1)  # raises the reason, which a response to HEAD lacks, or renews the credentials
-            head = self.call("HeadObject", Key=path)
-        return ObjectInfo(path, head["ContentLength"], etag_of(head))
+        self.get_range(path, 0, 1)  # raises the reason, which a response to HEAD lacks, or renews the credentials
+        return self.call("HeadObject", Key=path)  # type: ignore[no-any-return]
 
     def list_page(self, folder: str, token: str | None) -> Page:
         """Return objects below a folder, and the token of the next page."""

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -121,6 +122,11 @@ class Store:
         """Return the object's size and etag, or None if it does not exist."""
         info = self._ask(object_path(path), lambda client, full: client.info(full))
         return info._replace(path=path) if info else None
+
+    def modified(self, path: str) -> datetime | None:
+        """Return when the object was last written, or None if it does not exist or the store does not tell."""
+        time = self._ask(object_path(path), lambda client, full: client.modified(full))
+        return time if time is None or time.tzinfo else time.replace(tzinfo=UTC)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder `prefix`, recursively, in unspecified order."""
