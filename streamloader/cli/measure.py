@@ -64,6 +64,7 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @shared.split_option
 @arrays.sampling_options
 @option("--where", parse=arrays.parse_where, help='Samples to read: "label in (1, 2) and width >= 256", or 0:800.')
+@shared.exclude_option
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
@@ -224,6 +225,7 @@ def draw(planned: Forecast, path: Path) -> None:
 @option("--sample-axis", parse=arrays.parse_extent, help="The dimension that samples lie along.")
 @option("--channels", parse=parse_names, help="Arrays, and slices of them: z@500,t2m; default: all arrays.")
 @option("--where", parse=arrays.parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
+@shared.exclude_option
 @option("--raw", is_flag=True, help="Take values as stored, without CF attributes.")
 @shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")
 @option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")

@@ -77,4 +77,6 @@ fill_option = option("--fill", parse=parse_fill, help=_FILL, **PAIRS)
 quiet_option = option("--quiet", is_flag=True, help="Print errors only.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 split_option = option("--split", help="The split, if the dataset has splits.")
+_EXCLUDE = "The file of samples to leave out, or the folder of such files if it ends in a slash."
+exclude_option = option("--exclude", metavar="FILE", help=_EXCLUDE)
 fields_option = option("--fields", parse=parse_names, help="Fields to read, say image,label; default: all.")

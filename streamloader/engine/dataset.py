@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
 
+if TYPE_CHECKING:  # imported when a dataset needs it
+    from streamloader.order.selection import Selection
+
 THREADS = 8
 
 
@@ -28,7 +31,8 @@ THREADS = 8
 class Dataset:
     """An opened dataset: its store, manifest, names of the fields to read, and selected samples (None: all of them).
 
-    `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches.
+    `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches. `excluded`:
+    the number of samples that `exclude=` leaves out.
 
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
@@ -36,8 +40,9 @@ class Dataset:
     store: Store
     manifest: Manifest
     names: tuple[str, ...]
-    selection: Ints | None = None
+    selection: Selection | None = None
     arrays: ArrayFields | None = None
+    excluded: int = 0
 
     @cached_property
     def readers(self) -> dict[str, FieldReader | RegionReader]:
@@ -75,10 +80,16 @@ class Dataset:
 
     @cached_property
     def selection_digest(self) -> str | None:
-        """The SHA-256 of the selected samples, which a saved state has, however they were selected."""
+        """The SHA-256 of the selected samples, which a saved state has, however they were selected.
+
+        For all samples but some it is that of minus the number of all samples, and those that are excluded.
+        """
         if self.selection is None:
             return None
-        return hashlib.sha256(self.selection.astype("<i8", copy=False).data).hexdigest()
+        numbers = self.selection
+        if not isinstance(numbers, np.ndarray):
+            numbers = np.append(-numbers.num_samples, numbers.excluded)
+        return hashlib.sha256(numbers.astype("<i8", copy=False).data).hexdigest()
 
     @property
     def index_bytes(self) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
-from streamloader.errors import BatchError, FieldError, FormatError, SelectionError, UsageError
+from streamloader.errors import BatchError, FieldError, FormatError, NotFoundError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
@@ -27,12 +27,13 @@ from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
+from streamloader.storage.url import url_text
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
-    from streamloader.order.selection import Condition
+    from streamloader.order.selection import Condition, Selection
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
@@ -42,6 +43,8 @@ DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
 # a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors. The samples
 # of arrays are the elements of their sample axis, and slices may have labels of times.
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
+# sample numbers, also as a tensor; or the path or URL of a file, or of a folder if it ends in "/"
+ExcludeChoice = None | str | os.PathLike[str] | Sequence[int] | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,7 @@ class Source(Sampling):
     where: WhereChoice = None
     storage_options: Mapping[str, Any] | None = field(default_factory=dict, repr=False)  # may have secrets
     version: int | None = None
+    exclude: ExcludeChoice = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def open_dataset(
     if source.used:
         if source.version is not None:
             raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
+        if source.exclude is not None:
+            raise UsageError("exclude= of arrays in place", "select the other elements of the sample axis with where=")
         root = open_store(references_url(source.url), source.storage_options)
         store = root if source.split is None else root.child(source.split)
         names = fields if fields is None else choose_names(fields)
@@ -144,7 +150,10 @@ def open_dataset(
         return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
     names = choose_fields(manifest, fields, columns)
-    return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))
+    chosen = choose_selection(where, manifest, store, memory)
+    left = _exclude(source, chosen, manifest.num_samples)
+    count = 0 if left is None else (manifest.num_samples if chosen is None else len(chosen)) - len(left)
+    return Dataset(store, manifest, names, left, excluded=count)
 
 
 def choose_versions(
@@ -269,7 +278,7 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
     return OrderParams(block, config.lanes or pinned.lanes, window)
 
 
-def check_block(manifest: Manifest, block: int, selection: Ints | None) -> None:
+def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
     """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection."""
     chunk = largest_chunk(manifest)
     if selection is None and block % chunk:
@@ -281,7 +290,7 @@ def largest_chunk(manifest: Manifest) -> int:
     return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
 
 
-def _order_of(manifest: Manifest, selection: Ints, block: int | None) -> OrderPin:
+def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
     """Return the order of the selected samples, in blocks of `block` of them (None: depends on their density)."""
     count, chunk = len(selection), largest_chunk(manifest)
     if block is None:
@@ -293,8 +302,10 @@ def _order_of(manifest: Manifest, selection: Ints, block: int | None) -> OrderPi
     return replace(order, lanes=min(order.lanes, manifest.order.lanes))
 
 
-def _count_chunks(samples: NDArray[np.int64], chunk: int) -> int:
+def _count_chunks(samples: Selection, chunk: int) -> int:
     """Return the number of chunks with some of these ascending samples, without another array of their size."""
+    if not isinstance(samples, np.ndarray):
+        return samples.count_chunks(chunk)
     count, last = 0, -1
     for first in range(0, len(samples), PIECE_BYTES // 16):
         chunks = samples[first : first + PIECE_BYTES // 16] // chunk
@@ -340,6 +351,39 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     where = where.with_values(manifest.classes, texts, time_labels(manifest))
     readers = {name: FieldReader(store, manifest, name) for name in where.fields}
     return check_some(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
+
+
+def _exclude(source: Source, selection: Ints | None, num_samples: int) -> Selection | None:
+    """Return a selection of a source's samples (None: all) without those in `exclude=`, which may name files of them.
+
+    Raises `SelectionError` for other values than sample numbers, for a line of a file without one, and if no sample is
+    left; `NotFoundError` if there is no file.
+    """
+    choice: Any = source.exclude
+    if choice is None:
+        return selection
+    from streamloader.order.selection import exclude, parse_lines, read_numbers
+
+    if isinstance(choice, str | os.PathLike):
+        folder, names = _files(url_text(choice), source)
+        read = (parse_lines(folder.get(n), f"{folder.url}/{n}", source.split, num_samples) for n in names)
+        choice = np.concatenate(list(read))
+    return exclude(selection, read_numbers(choice, num_samples), num_samples)
+
+
+def _files(url: str, source: Source) -> tuple[Store, list[str]]:
+    """Return a folder, and the names in it of the file at a URL, or of all *.jsonl below one that ends in "/".
+
+    The options of the source's store hold for the same protocol. Raises `NotFoundError` for a folder without files.
+    """
+    name = url.rpartition("/")[2]
+    parent = url.removesuffix(name) or "."
+    same = open_store(parent).location.protocol == open_store(source.url).location.protocol
+    folder = open_store(parent, source.storage_options if same else None)
+    names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
+    if not names:
+        raise NotFoundError(f"exclude={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
+    return folder, names
 
 
 def _matching(

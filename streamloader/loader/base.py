@@ -279,7 +279,8 @@ class Loader:
             manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
             samples = dataset.selection_digest, dataset.num_samples
             params = arguments.choose_order(dataset, self._order)
-            identities.append(SourceIdentity(manifest.digest, source.split, *samples, params, version))
+            identity = SourceIdentity(manifest.digest, source.split, *samples, params, version, dataset.excluded)
+            identities.append(identity)
         return tuple(identities)
 
     def __repr__(self) -> str:

@@ -12,7 +12,16 @@ from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import FieldError, MixtureError
 from streamloader.format.tables import LengthTable
-from streamloader.loader.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
+from streamloader.loader.arguments import (
+    PIECE_BYTES,
+    Arguments,
+    DecodeChoice,
+    ExcludeChoice,
+    PackChoice,
+    Source,
+    StepChoice,
+    WhereChoice,
+)
 from streamloader.loader.base import Loader
 from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole
 from streamloader.order.state import Batches, check_mixture_options
@@ -42,6 +51,7 @@ class NumpyDataset(Loader):
         fields: Sequence[str] | None = None,
         split: str | None = None,
         where: WhereChoice = None,
+        exclude: ExcludeChoice = None,
         shuffle: bool | Shuffle = True,
         seed: int = 0,
         remainder: Remainder = "pad",
@@ -140,8 +150,11 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     if dataset.selection is not None:
         if name not in dataset.manifest.lengths:
             problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
-            raise FieldError(problem, "convert the dataset again, or leave where= out")
-        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection].sum())
+            raise FieldError(problem, "convert the dataset again, or leave where= and exclude= out")
+        lengths, selection = LengthTable(dataset.store, dataset.manifest, name).read(), dataset.selection
+        piece = PIECE_BYTES // 16
+        pieces = (selection[first : first + piece] for first in range(0, len(selection), piece))
+        total = sum(int(lengths[samples].sum()) for samples in pieces)
     return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
 
 

@@ -12,7 +12,7 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.geometry import next_power, previous_power
-from streamloader.loader.arguments import Source, WhereChoice
+from streamloader.loader.arguments import ExcludeChoice, Source, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.measure.arrays import (
     SAMPLED_BLOCKS,
@@ -128,6 +128,7 @@ class ForecastOptions:
     fields: tuple[str, ...] | None = None
     split: str | None = None
     where: WhereChoice = None
+    exclude: ExcludeChoice = None
     shuffle: bool | Shuffle = True
     memory: int | None = None
     ranks_here: int = 1
@@ -145,7 +146,8 @@ class ForecastOptions:
 
     def source(self, url: str) -> Source:
         """Return the source at a URL."""
-        return Source(url, self.split, self.where, self.storage_options, **vars(self.sampling))
+        chosen = {"exclude": self.exclude, **vars(self.sampling)}
+        return Source(url, self.split, self.where, self.storage_options, **chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

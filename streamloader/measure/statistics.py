@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.opening import STATISTICS
 from streamloader.images.decode import ENCODINGS
-from streamloader.loader.arguments import WhereChoice
+from streamloader.loader.arguments import ExcludeChoice, WhereChoice
 from streamloader.loader.dataset import NumpyDataset
 from streamloader.options import Sampling
 from streamloader.storage import open_store
@@ -61,10 +61,13 @@ def fit(
     fields: tuple[str, ...] | None = None,
     split: str | None = None,
     where: WhereChoice = None,
+    exclude: ExcludeChoice = None,
     storage_options: Mapping[str, Any] | None = None,
     memory: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return count, mean, std, min and max of each array, channel and image, over the elements that `where` selects.
+
+    `exclude`: samples to leave out, as in `StreamingDataset`.
 
     Those of images are lists, a number for each channel from 0 to 1, as `Decode(normalize=)` takes them. Reads each
     chunk about once; NaN is left out. Raises the errors of `StreamingDataset`, `FieldError` for values that are all
@@ -72,7 +75,7 @@ def fit(
     """
     single = replace(sampling, windows=None, patches=None, normalize=None)
     options: dict[str, Any] = {**vars(single), "split": split, "where": where, "storage_options": storage_options}
-    options |= {"shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
+    options |= {"exclude": exclude, "shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
     probe = NumpyDataset(url, batch_size=1, **options)
     numbers = {name: field for name, field in probe.fields.items() if field.fixed}
     images = [name for name, field in probe.fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]

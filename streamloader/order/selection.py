@@ -1,4 +1,4 @@
-"""Sample selection (`where=`): the order covers the selected samples as if they were the whole dataset. No I/O.
+"""Sample selection (`where=`, `exclude=`): the order covers the selected samples as if they were the dataset. No I/O.
 
 A condition is text such as `label in (1, 2) and width >= 256`. It is parsed, and never run as Python. The grammar is a
 subset of Python's: field names, numbers, `True`, `False`, `+ - * / // %`, comparisons (also chained), `in` and `not in`
@@ -10,6 +10,7 @@ name of one: `'obs/cells' > 3`. Calls, attributes, indexes and powers are errors
 from __future__ import annotations
 
 import ast
+import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
+from streamloader.order.epoch_order import distinct
 
 Ints = NDArray[np.int64]
+
+
+class AllBut:
+    """The numbers of all `num_samples` samples of a dataset but those in `excluded`, ascending and distinct.
+
+    It is what an int64 array of the selected numbers is to its users: it has a length and `nbytes`, and returns the
+    selected numbers at a slice, or at an array of indexes >= 0. It takes 8 bytes for each excluded sample.
+    """
+
+    def __init__(self, num_samples: int, excluded: Ints) -> None:
+        self.num_samples = num_samples
+        self._before = excluded - np.arange(excluded.size)  # the number of selected samples before each excluded one
+
+    def __len__(self) -> int:
+        return self.num_samples - self._before.size
+
+    def __getitem__(self, key: slice | Ints) -> Ints:
+        indexes = np.arange(*key.indices(len(self))) if isinstance(key, slice) else key
+        return indexes + np.searchsorted(self._before, indexes, side="right")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return self._before.nbytes
+
+    @property
+    def excluded(self) -> Ints:
+        """The excluded samples."""
+        return self._before + np.arange(self._before.size)
+
+    def count_chunks(self, chunk: int) -> int:
+        """Return the number of chunks of `chunk` samples with some selected ones."""
+        chunks, counts = np.unique(self.excluded // chunk, return_counts=True)
+        empty = counts == np.minimum(chunk, self.num_samples - chunks * chunk)
+        return -(-self.num_samples // chunk) - int(np.count_nonzero(empty))
+
+
+Selection = Ints | AllBut
 
 
 def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
@@ -43,16 +83,7 @@ def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
         ascending = numbers if numbers.step > 0 else numbers[::-1]
         samples = np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64)
         return check_some(samples, num_samples)
-    if np.ma.is_masked(choice):
-        raise SelectionError("where= has masked elements", "fill them: where.filled(False)")
-    try:
-        values = np.asarray(choice)
-    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-        problem = f"where= is not an array: {error}"
-        raise SelectionError(problem, "give a slice, bools, or sample numbers") from error
-    if values.ndim != 1:
-        problem = f"where= has the shape {values.shape}"
-        raise SelectionError(problem, "give one bool for each sample, or sample numbers")
+    values = _as_array(choice, "where", "give a slice, one bool for each sample, or sample numbers")
     if values.dtype.kind not in "biu" and values.size:
         problem = f"where= has the dtype {values.dtype}"
         raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
@@ -63,6 +94,88 @@ def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
         problem = f"where= is a mask of {values.size} bools, the dataset has {num_samples} samples"
         raise SelectionError(problem, "give one bool for each sample")
     return check_some(np.flatnonzero(values), num_samples)
+
+
+def exclude(selection: Ints | None, excluded: Ints, num_samples: int) -> Selection | None:
+    """Return a selection (None: all samples) without the `excluded` samples, which are ascending and distinct.
+
+    Raises `SelectionError` if no sample is left.
+    """
+    if not excluded.size:
+        return selection
+    left: Selection = AllBut(num_samples, excluded)
+    if selection is not None:
+        at = np.searchsorted(selection, excluded)
+        at = at[np.append(selection, -1)[at] == excluded]
+        left = np.delete(selection, at) if at.size else selection
+    if not len(left):
+        chosen = num_samples if selection is None else len(selection)
+        raise SelectionError(f"exclude= leaves none of {chosen} samples", "exclude fewer")
+    return left
+
+
+def read_numbers(choice: Any, num_samples: int) -> Ints:
+    """Return the sample numbers that `exclude=` has, ascending and distinct. Raises `SelectionError` for others."""
+    values = _as_array(choice, "exclude", remedy := "give sample numbers, or the path or URL of a file of them")
+    if values.dtype.kind not in "iu" and values.size:
+        raise SelectionError(f"exclude= has the dtype {values.dtype}", remedy)
+    _check_range(values, num_samples, "exclude")
+    return distinct(values.astype(np.int64))
+
+
+def parse_lines(data: bytes, name: str, split: str | None, num_samples: int) -> Ints:
+    """Return the sample numbers in the lines of a file named `name`, in its order.
+
+    A line is a whole number, or JSON with the number in "sample"; those with another "split" are left out. Raises
+    `SelectionError`, which names the line, for any other line, one of a mixture, and a number that is out of range.
+    """
+    numbers = []
+    for line_number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        record = value if isinstance(value, dict) else {"sample": value}
+        if record.get("split", split) != split:
+            continue
+        number, problem = (
+            record.get("sample"),
+            f"exclude={name}, line {line_number}: {line.decode(errors='replace'):.80}",
+        )
+        if "source" in record:
+            remedy = "give each Source the lines that have its number in the mixture, without the key"
+            raise SelectionError(
+                f"{problem} has a source: it is of a mixture, and counts in one of its datasets", remedy
+            )
+        if type(number) is not int:
+            raise SelectionError(f"{problem} has no sample number", 'write a number, or JSON like {"sample": 7}')
+        if not 0 <= number < num_samples:
+            raise SelectionError(
+                f"{problem} is out of range: the dataset has {num_samples} samples", "correct the line"
+            )
+        numbers.append(number)
+    return np.array(numbers, np.int64)
+
+
+def _as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
+    """Return an argument as an array of one axis. Raises `SelectionError`."""
+    if np.ma.is_masked(choice):
+        raise SelectionError(f"{name}= has masked elements", f"fill them: {name}.filled(False)")
+    try:
+        values = np.asarray(choice)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
+        raise SelectionError(f"{name}= is not an array: {error}", remedy) from error
+    if values.ndim != 1:
+        raise SelectionError(f"{name}= has the shape {values.shape}", remedy)
+    return values
+
+
+def _check_range(numbers: NDArray[Any], num_samples: int, name: str) -> None:
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
+        problem = f"{name}= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
+        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
 
 
 def check_some(samples: Ints, num_samples: int) -> Ints:
@@ -81,9 +194,7 @@ def check_fits(count: int, memory: int | None) -> None:
 
 
 def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> Ints:
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
-        problem = f"where= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
-        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
+    _check_range(numbers, num_samples, "where")
     samples = numbers.astype(np.int64)
     samples.sort()
     repeated = samples[1:][samples[1:] == samples[:-1]]

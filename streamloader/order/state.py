@@ -36,7 +36,10 @@ Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step, a whole number
 
 
 class SourceIdentity(NamedTuple):
-    """A dataset that a run reads, its selected samples, their order, and its version, 0 if that is not known."""
+    """A dataset that a run reads, its selected samples, their order, and its version, 0 if that is not known.
+
+    `excluded`: the number of samples that `exclude=` left out of the selection.
+    """
 
     digest: str
     split: str | None
@@ -44,12 +47,13 @@ class SourceIdentity(NamedTuple):
     num_samples: int
     params: OrderParams
     version: int = 0
+    excluded: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         named = {"digest": self.digest, "split": self.split, "selection": self.selection}
-        numbers = {"samples": self.num_samples} | ({"version": self.version} if self.version else {})
-        return {**named, **numbers, "order": asdict(self.params)}
+        numbers = {name: value for name in ("version", "excluded") if (value := getattr(self, name))}
+        return {**named, "samples": self.num_samples, **numbers, "order": asdict(self.params)}
 
     @classmethod
     def from_dict(cls, values: Any) -> SourceIdentity:
@@ -63,7 +67,8 @@ class SourceIdentity(NamedTuple):
         except UsageError as error:
             raise StateError(f"the state's order is invalid: {error.problem}", _NEW_RUN) from error
         digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
-        return cls(digest, split, selection, samples, params, read_value({"version": 0, **values}, "version", int))
+        version, excluded = (read_value({name: 0, **values}, name, int) for name in ("version", "excluded"))
+        return cls(digest, split, selection, samples, params, version, excluded)
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -72,7 +77,8 @@ class SourceIdentity(NamedTuple):
         the same samples.
         """
         same_order = all(getattr(self.params, name) == getattr(current.params, name) for name in names)
-        compared = ("digest",) * (not force) + ("split", "selection", "num_samples") + ("params",) * (not same_order)
+        samples = ("selection", "num_samples") + ("excluded",) * (self.selection != current.selection)
+        compared = ("digest",) * (not force) + ("split", *samples) + ("params",) * (not same_order)
         return _differences({name: getattr(self, name) for name in compared}, current)
 
 

@@ -66,7 +66,9 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `batch_size`: the number of samples in a rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
     `fields`: names of the fields to fetch, default all. `split`: the split of a dataset that has splits.
     `where`: the samples to use: a condition on fields with one number per sample
-    (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers.
+    (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers. `exclude`: samples to leave out of these:
+    sample numbers, or the path or URL of a file with a number, or JSON with "sample", in each line; "folder/": of all
+    its *.jsonl.
     `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
     `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
