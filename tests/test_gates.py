@@ -50,7 +50,7 @@ ALLOWED = {
     "loader": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
     "pytorch": BASE | {"order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
-    "maintenance": BASE | {"storage", "format", "zarr", "conversion"},
+    "maintenance": BASE | {"storage", "format", "zarr", "conversion", "images"},
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
     "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure"},
     "demo": BASE,

@@ -57,7 +57,7 @@ def test_append_takes_what_convert_does():
     shared = set(append) - {"url"}
     assert {name: append[name].default for name in shared} == {name: convert[name].default for name in shared}
     assert list(inspect.signature(sl.verify).parameters) == [
-        *("url", "split", "against", "format", "storage_options", "source_options", "progress")
+        *("url", "split", "decode", "against", "format", "storage_options", "source_options", "progress")
     ]
     assert list(inspect.signature(sl.export).parameters) == [
         *("url", "dst", "format", "fields", "split", "storage_options", "target_options", "progress")

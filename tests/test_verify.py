@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from commands import run
+from datasets import encoded, picture
 from folder_server import folder_server
 from format_data import columns_of, fields, geometry_of, memory_store, objects_of, write_dataset, write_shards
 from golden import GOLDEN, V1
@@ -488,6 +489,112 @@ def test_the_command_prints_problems_and_exits_with_1(splits, capsys):
     status, out, err = run(capsys, "verify", splits, "--against", splits.parent / "it.npz", "--format", "npy")
     assert (status, f"{200 - 32} compared with the source" in out, "compare: " in err) == (1, True, True)
     assert "1 problem; " in out, "its samples are not compared"
+
+
+IMAGES = {"image": sl.Field.parse("bytes:jpeg"), "png": sl.Field.parse("bytes:png"), "label": sl.Field.parse("int64")}
+CODECS = {"image": "jpeg", "png": "png"}
+CUT = {7: "image", 8: "png", 64: "image", 65: "image", 120: "png"}
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """The columns of a dataset of images, some of which are cut off."""
+    columns = {name: [encoded(picture(i, 40, 56), kind) for i in range(COUNT)] for name, kind in CODECS.items()}
+    for sample, name in CUT.items():
+        columns[name][sample] = columns[name][sample][: len(columns[name][sample]) // 2]
+    columns["image"][9] = b""
+    return {**columns, "label": np.arange(COUNT)}
+
+
+def test_images_that_do_not_decode_are_named_by_sample_and_only_if_they_are_decoded(pictures):
+    objects = written(pictures, IMAGES)
+    assert check(objects).ok
+    report = check(objects, decode=True)
+    expected = set(CUT.items()) | {(9, "image")}
+    assert {(problem.samples[0], problem.field) for problem in report.problems} == expected
+    assert all(problem.samples == (problem.samples[0], problem.samples[0] + 1) for problem in report.problems)
+    assert all(problem.path.startswith(f"{problem.field}/c/") for problem in report.problems)
+    assert (report.decoded, report.complete, report.bad) == (2 * COUNT, True, len(expected))
+    problem = next(problem for problem in report.problems if problem.samples == (64, 65))
+    assert "sample 64 of field 'image' does not decode as an image" in problem.problem
+    assert f", in chunk {problem.chunk} of memory://" in problem.problem
+
+
+def test_each_invalid_value_is_named_with_decode():
+    columns = columns_of(KINDS, COUNT)
+    columns["words"][70:73] = [b"\xff", b"ok", b"\xfe"]
+    columns["boxes"][148:150] = [b"1", b"12"]
+    kinds = {**KINDS, "blob": sl.Field.parse("bytes")}
+    report = check(written(columns, kinds), decode=True)
+    assert [problem.samples[0] for problem in report.problems] == [148, 149, 70, 72]
+    assert report.decoded == 0
+
+
+def test_more_bad_images_than_problems_are_all_named_and_a_limit_is_said(monkeypatch):
+    kinds, count = {"image": IMAGES["image"]}, MAX_PROBLEMS + 200
+    objects = written({"image": [b"none"] * count}, kinds, sl.Layout())
+    report = check(objects, decode=True)
+    assert [problem.samples[0] for problem in report.problems] == list(range(count))
+    assert report.complete
+    monkeypatch.setattr("streamloader.maintenance.verify.MAX_BAD_VALUES", 1100)
+    report = check(objects, decode=True)
+    assert (len(report.problems), report.complete) == (1100, False)
+
+
+def test_an_image_that_takes_all_of_the_memory_is_decoded_alone(pictures, monkeypatch):
+    """No image fits, so each waits until no other is decoded."""
+    monkeypatch.setattr("streamloader.maintenance.verify.DECODE_BYTES", 1000)
+    assert check(written(pictures, IMAGES), decode=True).bad == len(CUT) + 1
+
+
+def test_training_excludes_the_listed_samples_and_meets_no_error(pictures, tmp_path, capsys):
+    objects = written(pictures, IMAGES)
+    path = shards_of(objects, "image")[1]
+    objects[path] = flipped(objects[path], 20)
+    store = open_store(tmp_path / "data")
+    for name, data in objects.items():
+        store.put(name, data)
+    bad = tmp_path / "bad.jsonl"
+    status, _, err = run(capsys, "verify", store.url, "--decode", "--bad", bad, "--quiet")
+    lines = [json.loads(line) for line in bad.read_text().splitlines()]
+    samples = [line["sample"] for line in lines]
+    damaged = next(p for p in sl.verify(store.url, decode=True).problems if "is damaged" in p.problem).samples
+    assert (status, err) == (1, "")
+    assert samples == sorted(samples)
+    assert set(samples) == {*CUT, 9, *range(*damaged)}
+    assert 0 < len(range(*damaged)) < 32
+    first = lines[samples.index(7)]
+    assert (first["split"], first["field"], first["object"]) == (None, "image", "image/c/0")
+    assert "does not decode as an image" in first["error"]
+    options = {"decode": True, "batch_size": 8, "with_index": True, "world": (0, 1)}
+    with pytest.raises(sl.errors.StreamloaderError):
+        list(sl.NumpyDataset(store.url, **options))
+    found = [i for batch in sl.NumpyDataset(store.url, exclude=bad, **options) for i in batch["index"][batch["valid"]]]
+    assert sorted(found) == sorted(set(range(COUNT)) - set(samples))
+
+
+def test_the_list_is_empty_without_problems_and_has_the_split_of_each_sample(splits, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    status, _, _ = run(capsys, "verify", splits, "--bad", bad, "--quiet")
+    assert (status, bad.read_bytes()) == (0, b"")
+    for shard in ("val/y/c/1/0", "train/y/c/2/0", "train/y/c/1/0"):
+        damage(splits / shard)
+    assert run(capsys, "verify", splits, "--bad", bad, "--quiet")[0] == 1
+    lines = [json.loads(line) for line in bad.read_text().splitlines()]
+    assert [(line["split"], line["sample"]) for line in lines] == [("train", 32), ("train", 64), ("val", 32)]
+    for split, count in (("train", 150), ("val", 50)):
+        named = sum(line["split"] == split for line in lines)
+        assert sl.NumpyDataset(splits, split=split, batch_size=1, exclude=bad).num_samples == count - named < count
+
+
+def test_a_list_that_is_not_complete_is_said_and_a_folder_is_none(splits, tmp_path, capsys, monkeypatch):
+    for shard in ("train/y/c/2/0", "train/y/c/1/0"):
+        damage(splits / shard)
+    monkeypatch.setattr("streamloader.maintenance.verify.MAX_BAD_LINES", 1)
+    status, _, err = run(capsys, "verify", splits, "--bad", tmp_path / "bad.jsonl", "--quiet")
+    assert (status, "the list of bad samples is not complete, it has 1 line" in err) == (1, True)
+    status, _, err = run(capsys, "verify", splits, "--bad", f"{tmp_path}/", "--quiet")
+    assert (status, "is a folder; give" in err) == (2, True)
 
 
 def arrays(path, **changes):

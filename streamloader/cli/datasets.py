@@ -33,6 +33,7 @@ SKIPPED = 3  # the exit status if bad samples were skipped: the dataset is compl
 ON_ERROR = ("raise", "skip", "quarantine")
 FORMATS = ("webdataset", "parquet", "npz", "zarr")
 BAD_SHOWN = 10  # skipped samples that are named
+PROBLEMS_SHOWN = 1000  # of a verification
 PATHS_SHOWN = 5  # objects to remove that are named
 VALUE_SHOWN = 60  # characters of a text value
 MOST_LENGTHS = 10_000_000  # samples whose lengths `inspect` reads: about 20 MB
@@ -229,32 +230,46 @@ def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
 @click.command()
 @click.argument("url")
 @option("--split", help="One split; default: all.")
+@option("--decode", is_flag=True, help="Also decode every image, and check every value, as training does.")
+@option("--bad", metavar="FILE", help="Write the samples with problems to this file, for exclude= of training.")
 @option("--against", metavar="SRC", help="Source to compare every sample with.")
 @option("--format", metavar="NAME", help="Format of SRC; detected by default.")
 @shared.storage_option
 @shared.source_option
 @shared.json_option
 @option("--quiet", is_flag=True, help="Show no progress.")
-def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
+def verify(*, url: str, bad: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Check the whole dataset at URL, and report every problem.
 
-    Reads all objects and checks sizes, indexes, checksums, tables, documents and values; with --against, compares
-    every sample with the source. Nothing is written. Exits with 0 if the dataset is OK, else with 1.
+    Reads all objects and checks sizes, indexes, checksums, tables, documents and values; with --decode, decodes all
+    images; with --against, compares every sample with the source. Nothing but --bad is written. Exits with 0 if the
+    dataset is OK, else with 1.
     """
     from streamloader.maintenance.verify import verify as run
+    from streamloader.storage.url import redact
 
+    if bad is not None and bad.endswith("/"):
+        raise UsageError(f"--bad {redact(bad)} is a folder", "give the path or the URL of a file")
     with display(quiet) as shown:
         report = run(url, progress=shown.update, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=1))
     else:
         click.echo("\n".join(_findings(report)) + f", {shown.seconds}")
+    written = report.bad if bad is None else report.write_bad(bad, options["storage_options"])
+    if bad is not None and (written < report.bad or not report.complete):
+        problem = f"warning: the list of bad samples is not complete, it has {counted(written, 'line')}"
+        click.echo(f"{problem}; repair what is damaged, and verify again", err=True)
     if not report.ok:
         sys.exit(PROBLEMS)
 
 
 def _findings(report: VerifyReport) -> Iterator[str]:
-    yield from (f"problem: {finding.problem}" for finding in report.problems)
+    yield from (f"problem: {finding.problem}" for finding in report.problems[:PROBLEMS_SHOWN])
+    if len(report.problems) > PROBLEMS_SHOWN:
+        yield f"... and {counted(len(report.problems) - PROBLEMS_SHOWN, 'problem')} more, which --json prints"
+    if not report.complete:
+        yield "there may be more problems: only so many are collected"
     if not report.listed:
         yield "the store cannot list objects: orphaned objects were not checked"
     if report.appending:
@@ -265,7 +280,8 @@ def _findings(report: VerifyReport) -> Iterator[str]:
         yield f"{counted(report.others, 'other object')} below the same URL, not part of the dataset"
     verdict = "OK" if report.ok else counted(len(report.problems), "problem")
     samples = f"{counted(sum(report.samples.values()), 'sample')}{by_split(report.samples)}"
-    compared = f", {report.compared:,} compared with the source" if report.compared else ""
+    compared = f", {counted(report.decoded, 'image')} decoded" if report.decoded else ""
+    compared += f", {report.compared:,} compared with the source" if report.compared else ""
     read = f"{show_bytes(report.bytes)} in {counted(report.objects, 'object')}"
     yield f"{report.url}: {verdict}; {samples}{compared}, {read}"
 

@@ -383,24 +383,21 @@ def _column(reader: FieldReader, start: int, stop: int) -> Column:
         return values
     field, column = reader.layout.field, []
     for number, items in values:
-        bad = bad_item(field, items)
-        if bad is not None:
+        for bad in bad_items(field, items):
             problem = f"field {reader.name!r} of sample {number + bad[0]} is not {field}: {bad[1]}"
             raise DecodeError(problem, "check the dataset with streamloader verify")
         column += [bytes(items[i]) for i in range(max(start - number, 0), min(stop - number, len(items)))]
     return column
 
 
-def bad_item(field: Field, items: Items) -> tuple[int, str] | None:
-    """Return the index of the first invalid item of a variable-size field and the reason, or None."""
+def bad_items(field: Field, items: Items) -> Iterator[tuple[int, str]]:
+    """Yield the index of each invalid item of a variable-size field, and the reason."""
     if field.kind == "ragged":
         sizes = items.stops - items.starts
-        for row in np.flatnonzero(sizes % field.item_bytes)[:1].tolist():
-            return row, f"{sizes[row]} bytes are not a multiple of a row's {field.item_bytes}"
-        return None
+        for row in np.flatnonzero(sizes % field.item_bytes).tolist():
+            yield row, f"{sizes[row]} bytes are not a multiple of a row's {field.item_bytes}"
     for row in range(len(items)) if field.kind == "text" else ():
         try:
             str(items[row], "utf-8")
         except UnicodeDecodeError as error:
-            return row, f"{error.reason} at byte {error.start}"
-    return None
+            yield row, f"{error.reason} at byte {error.start}"

@@ -25,9 +25,8 @@ from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
-from streamloader.storage import open_store, references_url
+from streamloader.storage import open_beside, open_store, references_url
 from streamloader.storage.store import Store
-from streamloader.storage.url import url_text
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
 
@@ -151,7 +150,7 @@ def open_dataset(
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
     names = choose_fields(manifest, fields, columns)
     chosen = choose_selection(where, manifest, store, memory)
-    left = _exclude(source, chosen, manifest.num_samples)
+    left = _exclude(source, chosen, manifest.num_samples, store)
     count = 0 if left is None else (manifest.num_samples if chosen is None else len(chosen)) - len(left)
     return Dataset(store, manifest, names, left, excluded=count)
 
@@ -353,11 +352,11 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     return check_some(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
 
 
-def _exclude(source: Source, selection: Ints | None, num_samples: int) -> Selection | None:
+def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Selection | None:
     """Return a selection of a source's samples (None: all) without those in `exclude=`, which may name files of them.
 
-    Raises `SelectionError` for other values than sample numbers, for a line of a file without one, and if no sample is
-    left; `NotFoundError` if there is no file.
+    The options of `store` hold for the files if both have the same protocol. Raises `SelectionError` for other values
+    than sample numbers, for a line of a file without one, and if no sample is left; `NotFoundError` without a file.
     """
     choice: Any = source.exclude
     if choice is None:
@@ -365,25 +364,13 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int) -> Select
     from streamloader.order.selection import exclude, parse_lines, read_numbers
 
     if isinstance(choice, str | os.PathLike):
-        folder, names = _files(url_text(choice), source)
+        folder, name = open_beside(store, choice)
+        names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
+        if not names:
+            raise NotFoundError(f"exclude={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
         read = (parse_lines(folder.get(n), f"{folder.url}/{n}", source.split, num_samples) for n in names)
         choice = np.concatenate(list(read))
     return exclude(selection, read_numbers(choice, num_samples), num_samples)
-
-
-def _files(url: str, source: Source) -> tuple[Store, list[str]]:
-    """Return a folder, and the names in it of the file at a URL, or of all *.jsonl below one that ends in "/".
-
-    The options of the source's store hold for the same protocol. Raises `NotFoundError` for a folder without files.
-    """
-    name = url.rpartition("/")[2]
-    parent = url.removesuffix(name) or "."
-    same = open_store(parent).location.protocol == open_store(source.url).location.protocol
-    folder = open_store(parent, source.storage_options if same else None)
-    names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
-    if not names:
-        raise NotFoundError(f"exclude={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
-    return folder, names
 
 
 def _matching(

@@ -11,10 +11,10 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +27,28 @@ from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, RowSource
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
-from streamloader.errors import FieldError, FormatError, NotFoundError, UsageError
+from streamloader.errors import DecodeError, FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format import opening, tables
-from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size
+from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, Items, index_size
 from streamloader.format.manifest import NAME, TABLES, Manifest, parse_json, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
-from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns, read_index
-from streamloader.options import MIB
-from streamloader.storage import Store, open_store
+from streamloader.format.reader import FieldReader, Placed, Run, bad_items, read_columns, read_index
+from streamloader.options import MIB, Decode
+from streamloader.storage import Store, open_beside, open_store
 from streamloader.storage.objects import cut_runs
-from streamloader.storage.process import cpu_count, run_all
+from streamloader.storage.process import cpu_count, finished_before_exit, run_all
 from streamloader.zarr.metadata import ARRAYS, read_group
 from streamloader.zarr.reader import ArrayReader
 
+if TYPE_CHECKING:
+    from streamloader.images.decode import ImageDecoder
+
 MAX_PROBLEMS = 1000  # further problems are usually of the same kind
+MAX_BAD_VALUES = 100_000  # each takes about 1 KB
+MAX_BAD_LINES = 1_000_000  # of a list of bad samples, about 300 MB
+DECODE_BYTES = 256 * MIB  # that images take while they are decoded, unless one takes more
 PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is larger
 THREADS = 16  # each waits for the network, checks and decodes; together they hold about 300 MB
 COMPARE_THREADS = 4  # each holds the samples of a shard twice: from the dataset and from the source
@@ -85,7 +91,9 @@ class VerifyReport:
     killed writers and `others`, objects that do not belong to the dataset, are counted but are not problems. If
     `listed` is False, the store does not list its objects and orphaned ones were not detected. If `appending`, an
     append is in progress or was interrupted, and documents and the ends of shards were not checked. Verification stops
-    after 1000 `problems`.
+    after 1000 `problems`; those of single values do not count, of which 100,000 are reported with `decode=True`. If
+    `complete` is False, one of these limits was reached, and there may be more. `decoded` is the number of images that
+    were decoded or found to be undecodable.
     """
 
     url: str
@@ -98,6 +106,8 @@ class VerifyReport:
     listed: bool
     appending: bool
     problems: tuple[Problem, ...]
+    decoded: int = 0
+    complete: bool = True
 
     @property
     def ok(self) -> bool:
@@ -108,11 +118,38 @@ class VerifyReport:
         """Return the report as JSON values."""
         return {**asdict(self), "ok": self.ok}
 
+    @property
+    def bad(self) -> int:
+        """The number of samples that problems name, counted once for each problem."""
+        return sum(stop - first for first, stop in (p.samples for p in self.problems if p.samples))
+
+    def write_bad(self, target: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int:
+        """Write a line of JSON for each of the `bad` samples to a file, as `exclude=` of `StreamingDataset` reads them.
+
+        `target` is its path or URL; `storage_options` are those of the dataset, and hold for the same protocol. Returns
+        the number of lines, at most 1,000,000. Lines ascend by split and sample.
+        """
+        folder, name = open_beside(open_store(self.url, storage_options), target)
+        lines = [
+            (problem.split, sample, number)
+            for number, problem in enumerate(self.problems)
+            for sample in range(*(problem.samples or (0, 0)))
+        ]
+        folder.put(name, "".join(map(self._bad_line, sorted(lines)[:MAX_BAD_LINES])).encode())
+        return min(len(lines), MAX_BAD_LINES)
+
+    def _bad_line(self, line: tuple[str, int, int]) -> str:
+        split, sample, number = line
+        problem = self.problems[number]
+        values = {"sample": sample, "split": split or None, "field": problem.field, "error": problem.problem}
+        return json.dumps({**values, "object": problem.path}) + "\n"
+
 
 def verify(
     url: str | os.PathLike[str],
     *,
     split: str | None = None,
+    decode: bool = False,
     against: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002 - the name in `convert`
     storage_options: Mapping[str, Any] | None = None,
@@ -120,6 +157,9 @@ def verify(
     progress: Listener | None = None,
 ) -> VerifyReport:
     """Read the whole dataset at `url`, or one split of it, and report all problems.
+
+    `decode`: also decode every encoded image, as training does by default, and report each text and ragged value that
+    is invalid, not the first of each chunk.
 
     `against` is the source of the conversion, with which every sample is compared; `format` and `source_options` are
     those of the source, as for `convert`. `progress` counts bytes of shards in the phase "verify", and samples in the
@@ -140,13 +180,14 @@ def verify(
             check_documents(view)
         check_arrays(view)
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
-    objects, size = _check_fields(views, problems, progress)
+    objects, size, decoded = _check_fields(views, problems, progress, Images() if decode else None)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
     if against is not None:
         count = counter(Progress("compare", total=sum(samples.values())), progress)
         compared = sum(_compare(view, (against, format, options), count) for view in views)
     flags = sizes is not None, any(view.appending for view in views)
-    return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
+    found = *flags, problems.sorted(), decoded, problems.complete
+    return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *found)
 
 
 def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str, opening.Opened], tuple[str, ...]]:
@@ -215,9 +256,14 @@ def _check_paths(
     return leftovers, others
 
 
-def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener | None) -> tuple[int, int]:
-    """Check tables, shards and totals of all fields; return the number and the total size of the shards read."""
-    checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
+def _check_fields(
+    views: Sequence[DatasetView], problems: Problems, listener: Listener | None, images: Images | None
+) -> tuple[int, int, int]:
+    """Check tables, shards and totals of all fields, and `images` if given.
+
+    Returns the number and the total size of the shards that were read, and the number of images.
+    """
+    checks = [FieldCheck(view, name, images) for view in views for name in view.manifest.fields]
     run_all(lambda field: problems.confirmed(field.check_table), checks, THREADS)
     count = counter(Progress("verify", total=sum(field.layout.stored for field in checks)), listener)
     tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
@@ -235,14 +281,59 @@ def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Li
         field.check_lengths()
         if (field.view.split, field.name) not in damaged:
             field.check_totals()
-    return objects, total
+    return objects, total, sum(field.num_decoded for field in checks)
+
+
+class Images:
+    """Decodes the images of all fields to find those that do not decode; thread-safe.
+
+    Those that are decoded at the same time take at most `DECODE_BYTES`, unless a single one takes more.
+    """
+
+    def __init__(self) -> None:
+        self._free, self._changed = DECODE_BYTES, threading.Condition()
+
+    def decoder(self, name: str, encoding: str) -> ImageDecoder | None:
+        """Return the decoder of a field of bytes, None if its encoding is not of images."""
+        from streamloader.images.decode import ENCODINGS, ImageDecoder
+
+        return ImageDecoder.choose(Decode(), name) if encoding in ENCODINGS else None
+
+    def problem(self, decoder: ImageDecoder, data: memoryview, sample: int) -> str:
+        """Return why the image of a sample does not decode, empty if it does."""
+        from streamloader.images.decode import Scratch
+
+        try:
+            header = decoder.measure(data, sample)
+            size = header.height * header.width * decoder.options.channels + decoder.scratch_bytes(data, header)
+            with self._reserved(size), finished_before_exit():  # OpenCV must not end with the interpreter
+                replace(decoder, scratch=Scratch()).decode(data, sample)
+        except DecodeError as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from None
+            return error.problem
+        return ""
+
+    @contextmanager
+    def _reserved(self, size: int) -> Iterator[None]:
+        size = min(size, DECODE_BYTES)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
 class Problems:
-    """Collects up to `MAX_PROBLEMS` problems; thread-safe."""
+    """Collects up to `MAX_PROBLEMS` problems, and `MAX_BAD_VALUES` of single values; thread-safe."""
 
     def __init__(self) -> None:
         self._by_text: dict[str, Problem] = {}
+        self._values: dict[str, Problem] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()  # has the problems `unconfirmed` while `confirmed` runs
 
@@ -267,6 +358,17 @@ class Problems:
         """Whether the limit is reached."""
         return len(self._by_text) + len(getattr(self._thread, "unconfirmed", ())) >= MAX_PROBLEMS
 
+    @property
+    def complete(self) -> bool:
+        """Whether no limit is reached."""
+        return not self.full and len(self._values) < MAX_BAD_VALUES
+
+    def add_value(self, problem: Problem) -> None:
+        """Add a problem of a value in a chunk whose checksum matches, which needs no confirmation."""
+        with self._lock:
+            if len(self._values) < MAX_BAD_VALUES:
+                self._values.setdefault(problem.problem, problem)
+
     def add(self, problem: Problem) -> None:
         """Add a problem, unless one with the same text was added or the limit is reached."""
         if hasattr(self._thread, "unconfirmed"):
@@ -280,7 +382,7 @@ class Problems:
     def sorted(self) -> tuple[Problem, ...]:
         """Return the problems by split, field and sample, independent of the order of threads."""
         with self._lock:
-            problems = list(self._by_text.values())
+            problems = [*self._by_text.values(), *self._values.values()]
         return tuple(sorted(problems, key=lambda p: (p.split, p.field, *(p.samples or (-1, -1)), p.path)))
 
 
@@ -314,10 +416,18 @@ class DatasetView:
         return None if info is None else info.size
 
     def add(
-        self, problem: str, path: str, field: str = "", *, chunk: int | None = None, samples: Samples | None = None
+        self,
+        problem: str,
+        path: str,
+        field: str = "",
+        *,
+        chunk: int | None = None,
+        samples: Samples | None = None,
+        value: bool = False,
     ) -> None:
-        """Report a problem of the object at `path`."""
-        self.problems.add(Problem(problem, self.below_root(path), self.split, field, chunk, samples))
+        """Report a problem of the object at `path`. `value`: see `Problems.add_value`."""
+        add = self.problems.add_value if value else self.problems.add
+        add(Problem(problem, self.below_root(path), self.split, field, chunk, samples))
 
     def owns(self, path: str) -> bool:
         """Return whether the manifest lists the object at `path`, or it belongs to the table of an earlier version."""
@@ -443,18 +553,23 @@ class _Shard:
 
 
 class FieldCheck:
-    """Checks one field: first its table, then its shards, in any order and from any thread, and last the totals."""
+    """Checks one field: first its table, then its shards, in any order and from any thread, and last the totals.
 
-    def __init__(self, view: DatasetView, name: str) -> None:
-        self.view, self.name = view, name
+    With `images`, also decodes its images, and reports each of its invalid values.
+    """
+
+    def __init__(self, view: DatasetView, name: str, images: Images | None = None) -> None:
+        self.view, self.name, self._images = view, name, images
         self.layout, self._num_samples = view.manifest.fields[name], view.manifest.num_samples
         self.num_shards = self.layout.num_shards(self._num_samples)
         self._rows = tables.rows_per_page(self.layout, self._num_samples)
         self._table = tables.ChunkTable(view.store, view.manifest, name)
         self._reader = FieldReader(view.store, view.manifest, name)
         self._damaged: set[int] = set()  # pages of the table
-        # the bytes of each shard
-        self._stored, self._decoded = dict[int, int](), dict[int, int]()
+        # the bytes of each shard, and its images
+        self._stored, self._decoded, self._pictures = dict[int, int](), dict[int, int](), dict[int, int]()
+        field = self.layout.field
+        self._decoder = images.decoder(name, field.encoding) if images and field.kind == "bytes" else None
         self._lengths, self._pages = tables.LengthTable(view.store, view.manifest, name), dict[int, str]()
 
     def check_table(self) -> None:
@@ -484,7 +599,7 @@ class FieldCheck:
     def check_shard(self, number: int) -> int:
         """Check one shard object, and return its size in bytes; 0 if it is missing."""
         path, samples = self.layout.shard_key(self.name, number), self._samples(number, number + 1)
-        self._stored[number] = self._decoded[number] = 0
+        self._stored[number] = self._decoded[number] = self._pictures[number] = 0
         size = self.view.size(path)
         if size is None:
             self._add(f"{self._url(path)} is missing, but the manifest lists it", path, samples)
@@ -511,6 +626,11 @@ class FieldCheck:
                 self._check(shard, size, expected, index)
         self._stored[number] = counted
         return size
+
+    @property
+    def num_decoded(self) -> int:
+        """The number of images that were decoded."""
+        return sum(self._pictures.values())
 
     def check_totals(self) -> None:
         """Compare the total size of all shards with the manifest, for a field without other problems."""
@@ -634,18 +754,35 @@ class FieldCheck:
             run = run._replace(crcs=np.array(crcs, np.uint32))
         out = np.empty((run.num_samples, *field.shape), field.dtype) if field.fixed else None
         placed = self._reader.load(run, fetch, out) or []
-        bad = [(row + item[0], item[1]) for row, items in placed if (item := bad_item(field, items))]
+        most = 1 if self._images is None else None  # of each chunk
+        bad = [(row + item, reason) for row, items in placed for item, reason in islice(bad_items(field, items), most)]
         if out is not None and field.dtype == "bool":
             bad_rows = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
-            bad += [(int(row), "it is neither 0 nor 1") for row in bad_rows[:1]]
+            bad += [(int(row), "it is neither 0 nor 1") for row in bad_rows[:most]]
         for row, reason in bad:
-            sample, chunk = run.first_sample + row, run.chunk + row // self.layout.chunk
-            where = f"sample {sample}, in chunk {chunk} of {self._url(run.path)}"
-            problem = f"field {self.name!r} of {where}, is not {field}: {reason}"
-            self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
+            problem = f"field {self.name!r} of sample {run.first_sample + row}"
+            self._add_value(run, row, problem, f", is not {field}: {reason}")
+        for row, items in placed if self._decoder else ():
+            self._check_images(run, row, items)
         if shard.lengths is not None:
             self._compare_lengths(run, placed, shard.lengths[run.first_sample - shard.samples[0] :])
         self._decoded[run.shard] += sum(int((items.stops - items.starts).sum()) for _, items in placed)
+
+    def _check_images(self, run: Run, row: int, items: Items) -> None:
+        """Report the images of a chunk that do not decode. `row`: of the first of them in the run."""
+        assert self._images
+        assert self._decoder
+        self._pictures[run.shard] += len(items)
+        for number in range(len(items)):
+            sample = run.first_sample + row + number
+            if problem := self._images.problem(self._decoder, items[number], sample):
+                self._add_value(run, row + number, problem)
+
+    def _add_value(self, run: Run, row: int, problem: str, reason: str = "") -> None:
+        """Report a value of a run, in a chunk that is not damaged."""
+        sample, chunk = run.first_sample + row, run.chunk + row // self.layout.chunk
+        text, all_values = f"{problem}, in chunk {chunk} of {self._url(run.path)}{reason}", self._images is not None
+        self.view.add(text, run.path, self.name, chunk=chunk, samples=(sample, sample + 1), value=all_values)
 
     def _compare_lengths(self, run: Run, placed: Sequence[Placed], lengths: NDArray[np.uint32]) -> None:
         """Report the first sample of each chunk that differs in size from `lengths`, those of the run's samples."""

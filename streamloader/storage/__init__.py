@@ -15,7 +15,7 @@ from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.store import RangeReader, Store, check_protocol
 from streamloader.storage.url import REFERENCES, parse_location, url_text
 
-__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_store", "references_url"]
+__all__ = ["ObjectInfo", "RangeReader", "Store", "open_beside", "open_store", "references_store", "references_url"]
 REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
 
 
@@ -29,6 +29,19 @@ def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     location = parse_location(url, options)
     check_protocol(location)
     return Store(location)
+
+
+def open_beside(store: Store, url: str | os.PathLike[str]) -> tuple[Store, str]:
+    """Return the folder of an object at a URL, and its name there, "" if the URL ends in a slash.
+
+    The storage options are those of `store` if both have the same protocol.
+    """
+    text = url_text(url)
+    name = text.rpartition("/")[2]
+    folder = text.removesuffix(name) or "."
+    shared = {**store.location.options, "retry": store.location.retry}
+    same = parse_location(folder, None).protocol == store.location.protocol
+    return open_store(folder, shared if same else None), name
 
 
 def references_store(store: Store) -> Store:
