@@ -22,7 +22,7 @@ from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.opening import open_root
 from streamloader.format.publish import finish, read_receipts, write_split_root
 from streamloader.format.tables import encode_pages
-from streamloader.maintenance.verify import MAX_PROBLEMS, Problem, Problems, rows_of
+from streamloader.maintenance.verify import MAX_PROBLEMS, Problem, Problems, VerifyReport, rows_of
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
 
@@ -585,6 +585,17 @@ def test_the_list_is_empty_without_problems_and_has_the_split_of_each_sample(spl
     for split, count in (("train", 150), ("val", 50)):
         named = sum(line["split"] == split for line in lines)
         assert sl.NumpyDataset(splits, split=split, batch_size=1, exclude=bad).num_samples == count - named < count
+
+
+def test_a_list_of_overlapping_problems_ascends_and_is_cut_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamloader.maintenance.verify.MAX_BAD_LINES", 5)
+    spans = {"a": (2, 10**12), "b": (0, 3), "c": (1, 2)}
+    problems = tuple(Problem(f"bad {name}", field=name, samples=samples) for name, samples in spans.items())
+    counts = {"objects": 0, "bytes": 0, "compared": 0, "leftovers": 0, "others": 0}
+    report = VerifyReport(str(tmp_path), {}, **counts, listed=True, appending=False, problems=problems)
+    assert (report.write_bad(tmp_path / "bad.jsonl"), report.bad) == (5, 10**12 + 2)
+    lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert [(line["sample"], line["field"]) for line in lines] == [(0, "b"), (1, "b"), (1, "c"), (2, "a"), (2, "b")]
 
 
 def test_a_list_that_is_not_complete_is_said_and_a_folder_is_none(splits, tmp_path, capsys, monkeypatch):

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from heapq import merge
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -130,13 +131,10 @@ class VerifyReport:
         the number of lines, at most 1,000,000. Lines ascend by split and sample.
         """
         folder, name = open_beside(open_store(self.url, storage_options), target)
-        lines = [
-            (problem.split, sample, number)
-            for number, problem in enumerate(self.problems)
-            for sample in range(*(problem.samples or (0, 0)))
-        ]
-        folder.put(name, "".join(map(self._bad_line, sorted(lines)[:MAX_BAD_LINES])).encode())
-        return min(len(lines), MAX_BAD_LINES)
+        named = [(p.split, p.samples, number) for number, p in enumerate(self.problems) if p.samples]
+        lines = merge(*(zip(repeat(split), range(*samples), repeat(number)) for split, samples, number in named))
+        folder.put(name, "".join(map(self._bad_line, islice(lines, MAX_BAD_LINES))).encode())
+        return min(self.bad, MAX_BAD_LINES)
 
     def _bad_line(self, line: tuple[str, int, int]) -> str:
         split, sample, number = line
