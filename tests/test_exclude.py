@@ -239,6 +239,14 @@ def test_lines_of_other_splits_are_left_out(tmp_path):
     assert ds._datasets[0].excluded == 2
 
 
+def test_sources_of_a_mixture_take_their_own_lines_of_one_file(url, data, tmp_path):
+    other, log = data(200), tmp_path / "log.jsonl"
+    log.write_bytes(lines({"sample": 600, "source": url}, {"sample": 2, "source": other}, {"sample": 7}))
+    sources = {sl.Source(each, exclude=log): 1 for each in (url, other)}
+    first, second = sl.Mixture(sources, batch_size=16, world=(0, 1))._datasets
+    assert [dataset.selection.excluded.tolist() for dataset in (first, second)] == [[7, 600], [2, 7]]  # type: ignore[union-attr]
+
+
 WRONG: list[tuple[bytes, str]] = [
     (b"3\n603\n", r"bad, line 2: 603 is out of range: the dataset has 603 samples"),
     (lines({"sample": -1}), "line 1: .*-1.* is out of range"),
@@ -248,7 +256,6 @@ WRONG: list[tuple[bytes, str]] = [
     (b"[1, 2]", "has no sample number"),
     (b"\xff\xfe", "has no sample number"),
     (lines({"number": 3}), "has no sample number.*write a number, or JSON"),
-    (lines({"sample": 3, "source": 1}), "line 1: .* has a source: it is of a mixture"),
 ]
 
 

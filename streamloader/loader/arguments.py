@@ -368,7 +368,8 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
         names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
         if not names:
             raise NotFoundError(f"exclude={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
-        read = (parse_lines(folder.get(n), f"{folder.url}/{n}", source.split, num_samples) for n in names)
+        own = {"split": source.split, "source": store.url}
+        read = (parse_lines(folder.get(n), f"{folder.url}/{n}", num_samples, own) for n in names)
         choice = np.concatenate(list(read))
     return exclude(selection, read_numbers(choice, num_samples), num_samples)
 

@@ -123,11 +123,12 @@ def read_numbers(choice: Any, num_samples: int) -> Ints:
     return distinct(values.astype(np.int64))
 
 
-def parse_lines(data: bytes, name: str, split: str | None, num_samples: int) -> Ints:
+def parse_lines(data: bytes, name: str, num_samples: int, dataset: Mapping[str, Any]) -> Ints:
     """Return the sample numbers in the lines of a file named `name`, in its order.
 
-    A line is a whole number, or JSON with the number in "sample"; those with another "split" are left out. Raises
-    `SelectionError`, which names the line, for any other line, one of a mixture, and a number that is out of range.
+    A line is a whole number, or JSON with the number in "sample". Those that are of another dataset, as the keys of
+    `dataset` tell ("split" and "source"), are left out. Raises `SelectionError`, which names the line, for any other
+    line, and for a number that is out of range.
     """
     numbers = []
     for line_number, line in enumerate(data.splitlines(), 1):
@@ -138,23 +139,15 @@ def parse_lines(data: bytes, name: str, split: str | None, num_samples: int) -> 
         except (ValueError, RecursionError):
             value = None
         record = value if isinstance(value, dict) else {"sample": value}
-        if record.get("split", split) != split:
+        if any(record.get(key, own) != own for key, own in dataset.items()):
             continue
-        number, problem = (
-            record.get("sample"),
-            f"exclude={name}, line {line_number}: {line.decode(errors='replace'):.80}",
-        )
-        if "source" in record:
-            remedy = "give each Source the lines that have its number in the mixture, without the key"
-            raise SelectionError(
-                f"{problem} has a source: it is of a mixture, and counts in one of its datasets", remedy
-            )
+        number = record.get("sample")
+        problem = f"exclude={name}, line {line_number}: {line.decode(errors='replace'):.80}"
         if type(number) is not int:
             raise SelectionError(f"{problem} has no sample number", 'write a number, or JSON like {"sample": 7}')
         if not 0 <= number < num_samples:
-            raise SelectionError(
-                f"{problem} is out of range: the dataset has {num_samples} samples", "correct the line"
-            )
+            problem += f" is out of range: the dataset has {num_samples} samples"
+            raise SelectionError(problem, "give the file of this dataset, or correct the line")
         numbers.append(number)
     return np.array(numbers, np.int64)
 
