@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from streamloader.loader.arguments import Source as Source
     from streamloader.loader.dataset import NumpyDataset as NumpyDataset
     from streamloader.maintenance.append import append as append
+    from streamloader.maintenance.columns import add_columns as add_columns
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
     from streamloader.maintenance.versions import diff as diff
@@ -50,6 +51,7 @@ _PUBLIC = {
     "format.manifest": "Field",
     "format.writer": "Writer",
     "maintenance.append": "append",
+    "maintenance.columns": "add_columns",
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",

@@ -19,6 +19,7 @@ from PIL import Image
 
 import streamloader as sl
 from streamloader.conversion.job import Progress
+from streamloader.storage import open_store
 
 # `streamloader`, whose conversions wait before their last steps while there is a file, the first argument: they run
 # until somebody has seen them, also on a busy machine
@@ -45,6 +46,32 @@ def module_at(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def meanwhile(phase: str, act: Callable[[], Any], done: int = 0) -> Callable[[Progress], Any]:
+    """A listener that calls `act` once, in this phase, when so many samples are done."""
+    once = iter([act])
+    return lambda progress: progress.phase == phase and progress.done >= done and next(once, lambda: None)()
+
+
+class Stop(Exception):
+    """A kill at some change of the store."""
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Let the store fail for good after so many changes; None are undone."""
+    kind = type(open_store("/tmp"))
+    for name in ("put", "create", "replace", "delete"):
+        original = getattr(kind, name)
+
+        def change(self: Any, *arguments: Any, original: Any = original) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Stop
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, name, change)
 
 
 def call_at(shards: int, act: Callable[[], Any], phase: str = "write") -> Callable[[Progress], None]:

@@ -18,6 +18,14 @@ def summed(sample: dict[str, Any]) -> dict[str, Any]:
     return {"sum": sample["tok"].sum(), "tok": [*sample["tok"].tolist()], "name": sample["name"]}
 
 
+def measured(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "size": np.array([len(text) for text in batch["t"]]),
+        "twice": batch["n"] * 2,
+        "batch": [len(batch["n"])] * len(batch["n"]),
+    }
+
+
 class Raising:
     """A transform that raises an error on sample 57, and that processes can load."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from streamloader.conversion.job import Report
     from streamloader.format.dataset import Dataset
     from streamloader.format.manifest import FieldLayout
+    from streamloader.maintenance.append import AppendReport
     from streamloader.maintenance.cleanup import Incomplete
     from streamloader.maintenance.verify import VerifyReport
     from streamloader.storage import Store
@@ -122,21 +123,24 @@ def _kept(shards: int) -> str:
 @click.argument("src", required=False)
 @shared.split_option
 @transform_options
+@option("--fields", metavar="NAME[=TYPE],...", help="Add these columns of the file SRC as new fields instead.")
+@option("--on", metavar="KEY", help="Join the columns by this field; without it, by row. index: by sample number.")
 @option("--abandon", is_flag=True, help="Discard an interrupted append; the dataset stays as it was.")
 @shared.storage_option
 @shared.source_option
 @shared.quiet_option
 def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: Any) -> None:
-    """Append the samples of SRC to the finished dataset at URL.
+    """Append the samples of SRC to the finished dataset at URL, or with --fields new fields for its samples.
 
-    Readers see the new samples when the append is complete; those that opened the dataset before keep reading the
-    earlier version. Run the same command again to resume an interrupted append.
+    Readers see the new samples or fields when the append is complete; those that opened the dataset before keep reading
+    the earlier version. Run the same command again to resume an interrupted append.
     """
     from streamloader.format.opening import manifest_json, read_root
     from streamloader.maintenance.append import abandon as abandon_append
     from streamloader.maintenance.append import append as run
     from streamloader.storage import open_store
 
+    fields, on = options.pop("fields"), options.pop("on")
     if abandon == (src is not None):
         raise UsageError("append takes SRC, or --abandon", "give one of them")
     if src is None:
@@ -145,7 +149,10 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
     else:
         with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
             try:
-                report = run(url, src, progress=shown.update, **options)
+                if fields is not None or on is not None:
+                    report = _add_fields(url, src, fields, on, progress=shown.update, **options)
+                else:
+                    report = run(url, src, progress=shown.update, **options)
             except NotADatasetError as error:
                 with suppress(StreamloaderError):
                     root = read_root(open_store(src, options["source_options"] or options["storage_options"]))
@@ -153,12 +160,36 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
                         error.remedy = f"{src} is a dataset: to append to it, give it before the source"
                 raise
         text = f"the source has no samples: {report.url} is unchanged"
-        if report.added:
+        if report.added or report.fields:
+            what = f"added the fields {', '.join(report.fields)}"
+            what = f"appended {counted(report.added, 'sample')}" if report.added else what
             version = f"version {report.manifest.generation} has {report.manifest.num_samples:,}"
             shards = f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
-            text = f"appended {counted(report.added, 'sample')} to {report.url}: {version}, {shards}, {shown.seconds}"
+            text = f"{what} to {report.url}: {version}, {shards}, {shown.seconds}"
     if not quiet:
         click.echo(text)
+
+
+def _add_fields(url: str, src: str, fields: str | None, on: str | None, **options: Any) -> AppendReport:
+    from streamloader.conversion.executors import parse_engine
+    from streamloader.conversion.job import RunOptions
+    from streamloader.conversion.sources.fields import parse_selection
+    from streamloader.maintenance.columns import ColumnOptions, run_addition
+
+    if not fields:
+        raise UsageError("--on without --fields", "name the columns to add with --fields")
+    for name in ("map", "map_batch", "cache_key", "resize", "quality", "shuffle"):
+        if options.pop(name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --fields", "add columns that are computed with sl.add_columns"
+            )
+    kinds = parse_selection(fields).fields
+    columns = {f"{name}={kind}" if kind else name: src for name, kind in kinds.items()}
+    run_options = RunOptions(
+        options.pop("workers"), "raise", options.pop("progress"), parse_engine(options.pop("engine"))
+    )
+    column_options = ColumnOptions(on, options.pop("format"), options.pop("source_options"))
+    return run_addition(url, columns, column_options, run_options, **options)
 
 
 @click.command()

@@ -5,12 +5,20 @@ Pure. Every size is a power of two, so chunk divides block divides shard.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import log2
+from math import gcd, log2
 from typing import Any, Self
 
 from streamloader.errors import FieldError
 from streamloader.format.codecs import Column, column_size, measure_codec
-from streamloader.format.manifest import MAX_CHUNK_BYTES, RESIDENT_TOTAL, Field, FieldLayout, OrderPin, layout_json
+from streamloader.format.manifest import (
+    MAX_CHUNK_BYTES,
+    RESIDENT_TOTAL,
+    Field,
+    FieldLayout,
+    Manifest,
+    OrderPin,
+    layout_json,
+)
 from streamloader.options import MIB, CodecChoice, Layout
 
 RESIDENT_ITEM = 1024  # maximum bytes per sample of a resident field: larger samples are worth separate requests
@@ -21,6 +29,7 @@ PINNED_LANES = 64  # maximum number of lanes that a manifest pins
 MAX_BLOCK = 1 << 14  # samples, unless a chunk is larger: entering an epoch sorts a window of each lane
 SMALL_TOTAL = RESIDENT_TOTAL  # decoded bytes: up to this size, the shuffle window of a lane is the whole lane
 BLOCKS = 64  # minimum number of blocks of a small dataset, so that the block permutation mixes it
+SLACK = 2  # how much larger than planned the blocks of a dataset may become when fields are added
 EXPANSION = 4  # a shard decodes to at most 4 times `shard_size`, because writers and readers hold it in memory
 
 
@@ -144,12 +153,41 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], deco
     return replace(geometry, order=order, layouts=dict(sorted(layouts.items())))
 
 
-def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tuple[str, ...]:
+def add_layouts(base: Manifest, schema: Schema) -> Manifest:
+    """Return the manifest, without samples, of new fields of `schema` for the samples of the version `base`.
+
+    Bulk fields have the shards of `base`. Its blocks stay, unless they would be much larger than `block_size` and than
+    before; then they are halved as far as chunks allow. If `base` has no bulk field, shards and blocks are those of a
+    conversion.
+    """
+    options, samples = Layout(), base.num_samples
+    planned = schema.geometry(samples, options)
+    held = sum(layout.nbytes for layout in base.fields.values() if layout.resident)
+    small = resident_fields(schema.fields, samples, held)
+    sizes = {name: max(size, schema.decoded[name] / EXPANSION, 1.0) for name, size in schema.sizes.items()}
+    mean = sum(size for name, size in sizes.items() if name not in small)
+    bulk = [layout for layout in base.fields.values() if not layout.resident]
+    shard, block = base.samples_per_shard, base.order.block
+    if not bulk and mean:
+        shard, block = planned.samples_per_shard, planned.order.block
+    before = sum(layout.stored for layout in bulk) / samples
+    limit = SLACK * max(options.block_size, block * before)
+    while bulk and block * (before + mean) > limit and all(block % (2 * layout.chunk) == 0 for layout in bulk):
+        block //= 2
+    layouts = {}
+    for name, layout in planned.layouts.items():
+        chunk = gcd(max(layout.chunk, shard // CHUNKS_PER_SHARD), block, shard)
+        bulk_layout = replace(layout, chunk=chunk, shard=shard, resident=False)
+        layouts[name] = _resident_layout(replace(layout, resident=True), samples) if name in small else bulk_layout
+    return Manifest(0, shard, layouts, replace(base.order, block=block), generation=base.generation)
+
+
+def resident_fields(fields: Mapping[str, Field], num_samples: int | None, held: int = 0) -> tuple[str, ...]:
     """Return the names of the fields to hold in memory, smallest first.
 
-    They have a fixed shape and at most 1 KiB per sample, and together at most 256 MB.
+    They have a fixed shape and at most 1 KiB per sample, and together, with the `held` bytes of others, at most 256 MB.
     """
-    total, names = 0, []
+    total, names = held, []
     for size, name in sorted((kind.item_bytes, name) for name, kind in fields.items() if kind.fixed):
         total += size * (num_samples or 0)
         if size > RESIDENT_ITEM or total > RESIDENT_TOTAL:

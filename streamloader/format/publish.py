@@ -10,7 +10,8 @@ then its last chunk again if that was not full, then new chunks, then the index.
 own table; readers of the new version skip the stale chunk (`FieldLayout.skips`). The new object depends only on the old
 table, the bytes that it covers and the new samples, so writing it again, even after a kill, gives the same bytes.
 Readers see the earlier version until the root document is replaced. Those that opened it can still read it afterwards,
-because nothing that its manifest and tables refer to has changed. A new dataset is an append to an empty one.
+because nothing that its manifest and tables refer to has changed. A new dataset is an append to an empty one, and so
+are new fields of a dataset: all of its samples are appended to fields that have none yet.
 """
 
 from __future__ import annotations
@@ -307,11 +308,23 @@ def _objects(store: Store, fields: Iterable[str], splits: Iterable[str]) -> Iter
     groups = ["", *(f"{split}/" for split in splits)]
     yield [f"{group}{ROOT}" for group in groups]
     for group in groups:
-        for name in fields:
-            array = f"{group}{name}"
-            paths = [info.path for info in store.list(array)]
-            yield [path for path in paths if _ARRAY_OBJECT.fullmatch(path, len(array) + 1)]
+        for name in {*fields, *_claimed_fields(store, f"{group}{CLAIM}")}:
+            yield _array_objects(store, f"{group}{name}")
         yield [info.path for info in store.list(f"{group}{INTERNAL}") if info.path != JOB]
+
+
+def _array_objects(store: Store, array: str) -> list[str]:
+    """Return the paths of the objects of an array: its document and its chunks."""
+    return [info.path for info in store.list(array) if _ARRAY_OBJECT.fullmatch(info.path, len(array) + 1)]
+
+
+def _claimed_fields(store: Store, path: str) -> list[str]:
+    """Return the fields that are being added to a dataset, from the claim at `path`."""
+    try:
+        fields = opening.read_object(store, path).get("fields")
+    except (errors.NotFoundError, errors.FormatError):
+        return []
+    return _names(fields) if isinstance(fields, list) else []
 
 
 def clean(store: Store, claim: Claim | None = None) -> None:
@@ -600,11 +613,31 @@ def finish_extension(store: Store, extension: Extension, receipts: Receipts, pro
     Holds the new rows of the resident fields (at most 256 MB) and whole tables in memory. Raises as `finish`, and
     `FormatError` if readers would refuse the new manifest.
     """
-    base = extension.base
-    manifest = _assemble(store, extension, receipts)
-    small = base.order.window > 4 * base.order.block  # the windows are whole lanes
-    decoded = sum(layout.nbytes for layout in manifest.fields.values()) if small else None
-    order = order_pin(extension.num_samples, base.order.block, decoded)
+    base, manifest = extension.base, _assemble(store, extension, receipts)
+    return _checked(store, manifest, base.order.window > 4 * base.order.block, provenance)
+
+
+def finish_fields(
+    store: Store, base: Manifest, extension: Extension, receipts: Receipts, provenance: Mapping[str, Any]
+) -> Manifest:
+    """Write the tables of all fields, and the shards of new small fields; return the manifest, to be published.
+
+    `extension` appends the samples of `base` to the new fields, which have none. Raises as `finish_extension`.
+    """
+    new = _assemble(store, extension, receipts)
+    for name, layout in base.fields.items():
+        _put_table(store, name, layout, new, tables.ChunkTable(store, base, name).read())
+    fields = dict(sorted({**base.fields, **new.fields}.items()))
+    lengths = {**base.lengths, **new.lengths}
+    manifest = replace(new, fields=fields, tables={**base.tables, **new.tables}, lengths=lengths)
+    in_memory = all(layout.resident for layout in base.fields.values())  # `base` had no blocks, so no window to keep
+    return _checked(store, manifest, in_memory or base.order.window > 4 * base.order.block, provenance)
+
+
+def _checked(store: Store, manifest: Manifest, whole_lanes: bool, provenance: Mapping[str, Any]) -> Manifest:
+    """Return the manifest with its final order and provenance. `whole_lanes`: windows are whole lanes, if possible."""
+    decoded = sum(layout.nbytes for layout in manifest.fields.values()) if whole_lanes else None
+    order = order_pin(manifest.num_samples, manifest.order.block, decoded)
     manifest = replace(manifest, order=order, provenance=provenance)
     return read_manifest(manifest.to_json(), store.url)  # the checks of readers
 
@@ -615,25 +648,30 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
     if {shard: receipt.num_samples for shard, receipt in receipts.items()} != counts:
         problem = f"{store.url} has the shards {sorted(receipts)[:20]} of {extension.shards}, or shards that are short"
         raise errors.IncompleteError(problem, "write the missing shards first")
-    base, generation = extension.base, extension.base.generation + 1
+    base = extension.base
     bulk = {name for receipt in receipts.values() for name in receipt.fields}
     written = {name: {shard: receipt.fields[name] for shard, receipt in receipts.items()} for name in bulk}
     written |= _gather(store, extension, receipts)
+    layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
+    manifest = replace(base, num_samples=extension.num_samples, fields=layouts, generation=base.generation + 1)
     hashes: dict[str, str] = {}
-    for name, layout in base.fields.items():
+    for name, layout in layouts.items():
         entries = np.zeros((layout.num_shards(extension.num_samples), layout.chunks_per_shard, 2), np.uint32)
         before = tables.ChunkTable(store, base, name).read()
         entries[: len(before)] = before
         for shard, receipt in written[name].items():
             entries[shard] = receipt.entries
-        pages = enumerate(tables.encode_pages(entries, tables.rows_per_page(layout, extension.num_samples)))
-        objects = [(tables.page_path(name, number, generation), page) for number, page in pages]
-        run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
+        _put_table(store, name, layout, manifest, entries)
         hashes[name] = tables.table_digest(entries)
-    layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
-    manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=hashes, generation=generation)
     digests = {name: _lengths_digest(store, extension, name, written[name]) for name in base.fields}
-    return replace(manifest, lengths={name: digest for name, digest in digests.items() if digest})
+    return replace(manifest, tables=hashes, lengths={name: digest for name, digest in digests.items() if digest})
+
+
+def _put_table(store: Store, name: str, layout: FieldLayout, manifest: Manifest, entries: NDArray[np.uint32]) -> None:
+    """Write the chunk table of a field of the new version `manifest`."""
+    pages = enumerate(tables.encode_pages(entries, tables.rows_per_page(layout, manifest.num_samples)))
+    objects = [(tables.page_path(name, number, manifest.generation), page) for number, page in pages]
+    run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
 
 
 def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapping[int, FieldReceipt]) -> str:
@@ -801,10 +839,11 @@ def clean_append(store: Store) -> None:
     store.delete([CLAIM])
 
 
-def undo_extension(store: Store, base: Manifest, split: bool) -> None:
+def undo_extension(store: Store, base: Manifest, split: bool, fields: Iterable[Any] = ()) -> None:
     """Restore the version `base` to the byte after an append that was not published; call `clean_append` afterwards.
 
-    The root document of a `split` may have been replaced already. Call it only while no append is running.
+    `fields` are the names of the fields that were to be added, from a claim, which anyone may have written. The root
+    document of a `split` may have been replaced already. Call it only while no append is running.
     """
     tails = plan_extension(store, base, 0).tails
     for name, layout in base.fields.items():
@@ -822,6 +861,10 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
                 page = tables.LengthTable(store, base, name).shard(tail.shard)
                 store.put(tables.lengths_path(name, tail.shard), tables.encode_lengths(page, layout))
     documents = dataset_documents(base)
+    for name in set(_names(fields)) - {*base.fields}:
+        store.delete([path for array in (name, f"{tables.LENGTHS}/{name}") for path in _array_objects(store, array)])
+    if not base.lengths and [info.path for info in store.list(tables.LENGTHS)] == [f"{tables.LENGTHS}/{ROOT}"]:
+        store.delete([f"{tables.LENGTHS}/{ROOT}"])
     for name in base.fields:
         for node in {name, f"{tables.LENGTHS}/{name}"} & documents.keys():
             store.put(f"{node}/{ROOT}", to_bytes(documents[node]))

@@ -1,10 +1,12 @@
 """Appends the samples of a source to a finished dataset: scan, check, write, publish.
 
-A claim, one object in the dataset, excludes other appends: only its holder writes.
+A claim, one object in the dataset, excludes other appends: only its holder writes. An `Addition` has the steps that an
+append shares with the addition of fields (`columns.py`).
 """
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,8 +49,8 @@ Classes = Mapping[str, Sequence[str]]
 class AppendReport:
     """The result of an append: the new manifest of the dataset or split.
 
-    `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `shards` is the number of
-    shards of the appended samples, of which an earlier, interrupted run wrote `shards_kept`.
+    `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `fields` are the names of added
+    fields. `shards` is the number of written shards, of which an earlier, interrupted run wrote `shards_kept`.
     """
 
     url: str
@@ -58,6 +60,7 @@ class AppendReport:
     added: int
     shards: int
     shards_kept: int
+    fields: tuple[str, ...] = ()
 
 
 def append(
@@ -131,7 +134,8 @@ def abandon(
     if claim is None:
         return False
     if claim["generation"] > base.generation:
-        publish.undo_extension(store, base, split is not None)
+        fields = claim.get("fields")
+        publish.undo_extension(store, base, split is not None, fields if isinstance(fields, list) else ())
     publish.clean_append(store)
     return True
 
@@ -234,8 +238,8 @@ class AppendTask(Task):
 
 
 @dataclass(frozen=True, eq=False)
-class _Append:
-    """An append of the samples of a source to a dataset."""
+class Addition(ABC):
+    """An addition to a dataset, as a new version: the samples of `source`, or its fields."""
 
     root: Store
     opened: Opened
@@ -245,6 +249,28 @@ class _Append:
     transforms: job.TransformOptions
     run_options: job.RunOptions
 
+    @property
+    @abstractmethod
+    def details(self) -> Mapping[str, Any]:
+        """The keys of the claim that tell whether it is of the same addition."""
+
+    @property
+    @abstractmethod
+    def provenance(self) -> dict[str, Any]:
+        """The provenance of the new manifest."""
+
+    @abstractmethod
+    def plan(self) -> Callable[[], publish.Extension]:
+        """Check what is added, before anything is written; return a function that plans how to write it."""
+
+    @abstractmethod
+    def finish(self, extension: publish.Extension, receipts: publish.Receipts) -> Manifest:
+        """Write the objects beside the shards; return the new manifest."""
+
+    @abstractmethod
+    def report(self, manifest: Manifest) -> AppendReport:
+        """Return the report of an addition that made this manifest."""
+
     @cached_property
     def source_info(self) -> dict[str, Any]:
         """The description of the source for claim and provenance."""
@@ -252,47 +278,31 @@ class _Append:
 
     @cached_property
     def claim(self) -> dict[str, Any]:
-        """The claim: the version, the source and the options of the append."""
-        base, options = self.opened.manifest, self.transforms.options()
-        claim = {"by": "append", "base": base.digest, "generation": base.generation + 1}
-        claim |= {"source": {**self.source_info, "samples": self.source.num_samples}}
-        claim |= {"options": {key: options[key] for key in ("recode", "map", "shuffle")}}
+        """The claim: the version, the source and the options."""
+        base = self.opened.manifest
+        claim = {"base": base.digest, "generation": base.generation + 1, **self.details}
         return dict(json.loads(json.dumps(claim)))  # equal to the value that `read_claim` returns
 
-    @cached_property
-    def provenance(self) -> dict[str, Any]:
-        """The provenance of the new manifest: that of the old manifest, with the source and its new classes."""
-        old = self.opened.manifest.provenance
-        classes = merged_classes(class_names(old), class_names(self.source.notes))
-        added = {"source": self.source_info, "num_samples": self.source.num_samples}
-        if self.transforms.shuffle is not None:
-            added["shuffle"] = {"seed": self.transforms.shuffle}
-        earlier = old.get("appended")
-        appended = [*(earlier if isinstance(earlier, list) else []), added]
-        return {**old, "appended": appended, **({"classes": classes} if classes else {})}
-
     def run(self) -> AppendReport:
-        """Write, publish and clean up, unless the source is empty or an earlier run has published the same append.
+        """Write, publish and clean up, unless an earlier run has published the same addition.
 
         Another run may have the same claim at the same time: both write the same bytes.
         """
         base, store = self.opened.manifest, self.opened.store
-        if not self.source.num_samples:
-            return AppendReport(store.url, self.format, base, base.num_samples, 0, 0, 0)
         claim = read_claim(store)
         if claim is not None and claim["generation"] <= base.generation:  # killed after publishing
             publish.clean_append(store)
-            if all(claim.get(key) == self.claim[key] for key in ("source", "options")):
-                return self._report(base)
-        target = _target(base, self.source)
+            if all(claim.get(key) == self.claim[key] for key in self.details):
+                return self.report(base)
+        planned = self.plan()
         self._take_claim()
         try:
             self._check_base()
-            extension = publish.plan_extension(store, target, self.source.num_samples)
+            extension = planned()
             receipts, kept = self._write(extension)
             self.run_options.listener(job.Progress("finish", extension.added, extension.added))
             check_claim(store, self.claim)
-            manifest = publish.finish_extension(store, extension, receipts, self.provenance)
+            manifest = self.finish(extension, receipts)
             publish.publish(store, base.digest, manifest)
             if self.split is not None:
                 publish.publish_split(self.root, self.split, base.digest, manifest)
@@ -300,9 +310,9 @@ class _Append:
             current = open_root(self.root, self.split).manifest
             if current.generation != base.generation + 1 or current.provenance != self.provenance:
                 raise
-            return self._report(current)  # another run with the same claim published it
+            return self.report(current)  # another run with the same claim published it
         publish.clean_append(store)
-        return replace(self._report(manifest), shards_kept=kept)
+        return replace(self.report(manifest), shards_kept=kept)
 
     def _take_claim(self) -> None:
         """Take the claim, or resume the same append. Raises `DestinationError` if another append has the claim."""
@@ -324,12 +334,6 @@ class _Append:
             publish.clean_append(self.opened.store)
         problem = f"{self.opened.store.url} was changed by another run: {base.digest} became {now.digest}"
         raise DestinationError(problem, "run the append again")
-
-    def _report(self, manifest: Manifest) -> AppendReport:
-        added, size = self.source.num_samples, manifest.samples_per_shard
-        before = manifest.num_samples - added
-        shards = -(-manifest.num_samples // size) - before // size
-        return AppendReport(self.opened.store.url, self.format, manifest, before, added, shards, shards)
 
     def _write(self, extension: publish.Extension) -> tuple[dict[int, publish.Receipt], int]:
         """Write shards until none is missing; return the receipts, and the number that an earlier run left."""
@@ -362,6 +366,60 @@ class _Append:
                 count(-receipts.pop(shard).num_samples)
         problem = f"objects at {store.url} change while they are written"
         raise DestinationError(problem, "stop other writers, and run the append again")
+
+
+class _Append(Addition):
+    """An append of the samples of a source to a dataset."""
+
+    @cached_property
+    def details(self) -> Mapping[str, Any]:
+        """The source and the options of the append."""
+        options = self.transforms.options()
+        source = {**self.source_info, "samples": self.source.num_samples}
+        return {
+            "by": "append",
+            "source": source,
+            "options": {key: options[key] for key in ("recode", "map", "shuffle")},
+        }
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """The provenance of the old manifest, with the source and its new classes."""
+        old = self.opened.manifest.provenance
+        classes = merged_classes(class_names(old), class_names(self.source.notes))
+        added = {"source": self.source_info, "num_samples": self.source.num_samples}
+        if self.transforms.shuffle is not None:
+            added["shuffle"] = {"seed": self.transforms.shuffle}
+        return {**with_entry(old, "appended", added), **({"classes": classes} if classes else {})}
+
+    def run(self) -> AppendReport:
+        """Append the samples; nothing if the source is empty."""
+        base = self.opened.manifest
+        if not self.source.num_samples:
+            return AppendReport(self.opened.store.url, self.format, base, base.num_samples, 0, 0, 0)
+        return super().run()
+
+    def plan(self) -> Callable[[], publish.Extension]:
+        """Check the size of the samples; return a function that reads the last pages of the chunk tables."""
+        target = _target(self.opened.manifest, self.source)
+        return partial(publish.plan_extension, self.opened.store, target, self.source.num_samples)
+
+    def finish(self, extension: publish.Extension, receipts: publish.Receipts) -> Manifest:
+        """Write small fields and tables."""
+        return publish.finish_extension(self.opened.store, extension, receipts, self.provenance)
+
+    def report(self, manifest: Manifest) -> AppendReport:
+        """Return the report of the append that made this manifest."""
+        added, size = self.source.num_samples, manifest.samples_per_shard
+        before = manifest.num_samples - added
+        shards = -(-manifest.num_samples // size) - before // size
+        return AppendReport(self.opened.store.url, self.format, manifest, before, added, shards, shards)
+
+
+def with_entry(provenance: Mapping[str, Any], key: str, entry: Any) -> dict[str, Any]:
+    """Return the provenance with one more entry in the list at `key`."""
+    earlier = provenance.get(key)
+    return {**provenance, key: [*(earlier if isinstance(earlier, list) else []), entry]}
 
 
 def _target(base: Manifest, source: RowSource) -> Manifest:

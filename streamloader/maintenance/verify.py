@@ -36,6 +36,7 @@ from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Placed, Run, bad_items, read_columns, read_index
+from streamloader.maintenance.columns import added_fields
 from streamloader.options import MIB, Decode
 from streamloader.storage import Store, open_beside, open_store
 from streamloader.storage.objects import cut_runs
@@ -823,7 +824,8 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     Samples in damaged chunks are skipped, because these chunks are reported. `count` is called with numbers of samples.
     """
     manifest, url = view.manifest, view.store.url
-    fields = {name: layout.field for name, layout in manifest.fields.items()}
+    added = added_fields(manifest.provenance)  # from other sources
+    fields = {name: layout.field for name, layout in manifest.fields.items() if name not in added}
     try:
         source = open_source(*against, FieldSelection.from_provenance(fields, manifest.provenance))[1]
     except FieldError as error:

@@ -9,7 +9,7 @@ import naive_reader
 import numpy as np
 import pytest
 from commands import run
-from conversions import contents, write_photos
+from conversions import Stop, contents, dying, meanwhile, write_photos
 from faulty import passing_server
 from golden import assert_same
 from hypothesis import given, settings
@@ -372,26 +372,6 @@ def test_one_split_grows_and_the_others_stay(tmp_path, grow):
 # --- kills
 
 
-class Stop(Exception):
-    """A kill at some change of the store."""
-
-
-def dying(monkeypatch, left):
-    """Let the store fail for good after so many changes; None are undone."""
-    kind = type(open_store("/tmp"))
-    for name in ("put", "create", "replace", "delete"):
-        original = getattr(kind, name)
-
-        def change(self, *arguments, original=original):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Stop
-            return original(self, *arguments)
-
-        monkeypatch.setattr(kind, name, change)
-
-
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, tmp_path, monkeypatch):
     splits = "train=0.8,val=0.2" if split else None
@@ -447,12 +427,6 @@ def test_a_kill_of_the_abandoning_is_repaired_by_doing_it_again(data, grow, monk
 
 
 # --- several at once
-
-
-def meanwhile(phase, act, done=0):
-    """A listener that calls `act` once, in this phase, when so many samples are done."""
-    once = iter([act])
-    return lambda progress: progress.phase == phase and progress.done >= done and next(once, lambda: None)()
 
 
 def test_a_second_append_raises_and_does_not_disturb_the_first(data, grow):

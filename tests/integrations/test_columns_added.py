@@ -1,0 +1,96 @@
+"""Fields that are added to datasets on every kind of store, by processes, and with kills at any moment."""
+
+import shutil
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import transform_tasks
+from added import COUNT, FIELDS, SMALL, base_columns, given_columns, new_columns, written
+from conversions import Stop, contents, dying
+from golden import assert_same
+
+import streamloader as sl
+from streamloader.maintenance.append import abandon
+from streamloader.storage import open_store
+
+
+@pytest.fixture
+def data(tmp_path):
+    return written(tmp_path / "data", FIELDS, base_columns(0, COUNT))
+
+
+def test_added_fields_are_visible_to_new_readers_only(tmp_path, store_url):
+    url, options = store_url
+    sl.convert(base_columns(0, COUNT), url, layout=SMALL, workers=0, storage_options=options)
+    before = sl.open(url, storage_options=options)
+    loader = sl.StreamingDataset(url, batch_size=5, seed=3, storage_options=options)
+    batches = iter(loader)
+    seen, state = [next(batches) for _ in range(3)], loader.state_dict()
+    report = sl.add_columns(url, given_columns(COUNT), workers=0, storage_options=options)
+    assert (report.before, report.added, report.manifest.generation) == (COUNT, 0, 2)
+    assert set(report.fields) == set(new_columns(1))
+    seen += list(batches)
+    assert not any("score" in batch for batch in seen)
+    assert set(before[3]) == set(FIELDS)
+    after = sl.open(url, storage_options=options)
+    for name, column in {**base_columns(0, COUNT), **new_columns(COUNT)}.items():
+        assert_same(after[:][name], column)
+        assert np.array_equal(after[7][name], column[7])
+    assert after.lengths("tokens").tolist() == [i % 5 for i in range(COUNT)]
+    assert sl.verify(url, storage_options=options).ok
+    assert not [info for info in open_store(url, options).list("_streamloader") if "append" in info.path]
+    fresh = sl.StreamingDataset(url, batch_size=5, seed=3, storage_options=options)
+    numbers = [batch["n"].tolist() for batch in seen]
+    assert [batch["n"].tolist() for batch in fresh] == numbers, "the order of an epoch stays"
+    assert all((batch["score"] * 2 == batch["n"]).all() for batch in fresh)
+    resumed = sl.StreamingDataset(url, batch_size=5, seed=3, fields=list(FIELDS), storage_options=options)
+    resumed.load_state_dict(state)
+    assert [batch["n"].tolist() for batch in resumed] == numbers[3:]
+
+
+def test_processes_write_the_same_bytes(data, tmp_path):
+    shutil.copytree(data, tmp_path / "other")
+    for url, workers in ((data, 0), (tmp_path / "other", 2)):
+        columns = {"size": transform_tasks.measured, **given_columns(COUNT)}
+        sl.add_columns(url, columns, workers=workers)
+    ours, theirs = (
+        {path: body for path, body in contents(url).items() if path != "zarr.json"}
+        for url in (data, tmp_path / "other")
+    )
+    assert ours == theirs
+    assert sl.verify(data).ok
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_an_addition_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, data, tmp_path, monkeypatch):
+    if split:
+        written(tmp_path / "source", FIELDS, base_columns(0, 60))
+        shutil.rmtree(data)
+        sl.convert(tmp_path / "source", data, layout=SMALL, split="train=5/6,val=1/6", workers=0)
+    shutil.copytree(data, tmp_path / "whole")
+    columns = {key: given_columns(COUNT)[key] for key in ("score", "vector", "caption")}
+    sl.add_columns(tmp_path / "whole", columns, split=split, workers=0)
+    whole, first = contents(tmp_path / "whole"), contents(data)
+    ended = False
+    for changes in range(200):
+        there = tmp_path / f"killed{changes}"
+        shutil.copytree(data, there)
+        with monkeypatch.context() as patch, suppress(Stop):
+            dying(patch, changes)
+            sl.add_columns(there, columns, split=split, workers=0)
+            ended = True
+        ds = sl.open(there, split=split)
+        published = "score" in ds.fields
+        assert np.array_equal(np.sort(ds[:]["n"]), np.sort(sl.open(data, split=split)[:]["n"]))
+        assert sl.verify(there).ok
+        if ended:
+            break
+        if changes % 2:
+            assert published or abandon(there, split=split) == (changes > 0)
+            assert published or contents(there) == first
+        sl.add_columns(there, columns, split=split, workers=0)
+        assert contents(there) == whole
+        shutil.rmtree(there)
+    assert ended
+    assert changes > 15
