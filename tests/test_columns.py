@@ -233,6 +233,12 @@ WRONG = {
         FieldError,
         "'v'",
     ),
+    "another column than the only one": (
+        lambda f: ({"v": table(f / "t{}.parquet", a=range(50))}, {}),
+        FieldError,
+        "'v'",
+    ),
+    "braces in a name": (lambda f: ({"v": table(f / "t{}.parquet", v=range(9))}, {}), FieldError, r"t{}\S* has 9 rows"),
     "a function that raises": (lambda f: ({"v": lambda batch: 1 / 0}, {}), SourceError, "ZeroDivisionError"),
     "a function without the field": (lambda f: ({"v": lambda batch: {"w": batch["n"]}}, {}), FieldError, "'v'"),
 }

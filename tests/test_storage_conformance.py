@@ -10,6 +10,7 @@ import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
@@ -54,6 +55,17 @@ def test_an_object_has_the_content_and_size_that_were_put_last(store):
     assert (head.path, head.size) == ("a/digits", 10)
     assert info.etag in ("", head.etag)
     assert '"' not in head.etag
+
+
+def test_every_store_tells_when_an_object_was_written(store, tmp_path):
+    begin = datetime.now(UTC).replace(microsecond=0)  # S3 and HTTP have whole seconds
+    store.put("a/digits", DIGITS)
+    (tmp_path / "digits").write_bytes(DIGITS)
+    with serving(partial(ListingHandler, directory=str(tmp_path))) as server:
+        web = open_store(server.endpoint)
+        for each, path in ((store, "a/digits"), (web, "digits")):
+            assert begin <= each.modified(path) <= datetime.now(UTC)
+            assert each.modified("missing") is None
 
 
 def test_every_buffer_can_be_written(store):

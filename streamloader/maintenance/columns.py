@@ -47,6 +47,7 @@ INDEX = "index"  # the column of sample numbers of a file, unless the dataset ha
 ROWS = 1 << 16  # keys that are read at once
 NAMED = 3  # keys that are named in an error
 ADDED = "columns_added"  # in the provenance
+UNNAMED = ("npy", "tokens")  # formats whose arrays have the names of their files
 FORMAT = "streamloader"  # the format of the samples that a function gets
 
 Selected = Mapping[str, Field | None]
@@ -167,7 +168,7 @@ class _Opener:
             return self._open_file(value, selection)
         if isinstance(value, dict):
             samples = as_samples(value)
-            self._check_count(len(samples), "the columns have {} values")
+            self._check_count(len(samples), f"the columns have {len(samples)} values")
             return PYTHON, open_object(samples, selection, self.run_options.uses_processes(url))
         transforms = job.TransformOptions(selection, mapper=parse_map(value, self.options.batch))
         self.run_options.check(transforms, url)
@@ -180,13 +181,13 @@ class _Opener:
             name, source = opener(selection)
         except FieldError:
             name, source = opener(FieldSelection())
-            if on is not None or len(selection.fields) != 1 or len(source.fields) != 1:
+            if on is not None or name not in UNNAMED or len(selection.fields) != 1 or len(source.fields) != 1:
                 raise
-            source = choose(_renamed(source, *selection.fields), selection)  # the array of a .npy has the file's name
+            source = choose(_renamed(source, *selection.fields), selection)
         if source.notes.get("splits"):
             raise UsageError(f"{source.url} has splits of its own", "give the file of the split that it belongs to")
         if on is None:
-            self._check_count(source.num_samples, f"{source.url} has {{}} rows")
+            self._check_count(source.num_samples, f"{source.url} has {source.num_samples} rows")
             return name, source
         keys = opener(FieldSelection({on: None}))[1]
         rows = match_rows(self._dataset_keys(on), _read_keys(keys, on), f"{on!r} of {source.url}")
@@ -197,7 +198,7 @@ class _Opener:
         samples = self.opened.manifest.num_samples
         if count != samples:
             remedy = "give one for each sample in order, or join a file by a key with on="
-            raise FieldError(f"{problem.format(count)}, {self.opened.store.url} has {samples} samples", remedy)
+            raise FieldError(f"{problem}, {self.opened.store.url} has {samples} samples", remedy)
 
     def _dataset_keys(self, on: str) -> NDArray[Any]:
         """Return the key of each sample."""

@@ -1,7 +1,11 @@
-"""Fields that are added to datasets on every kind of store, by processes, and with kills at any moment."""
+"""Fields that are added to datasets on every kind of store, by processes and engines, and with kills at any moment."""
 
+import os
 import shutil
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from golden import assert_same
 import streamloader as sl
 from streamloader.maintenance.append import abandon
 from streamloader.storage import open_store
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -60,6 +66,21 @@ def test_processes_write_the_same_bytes(data, tmp_path):
     )
     assert ours == theirs
     assert sl.verify(data).ok
+
+
+PROGRAM = """
+import sys, streamloader as sl, transform_tasks
+sl.add_columns(sys.argv[1], {"size": transform_tasks.measured}, engine=sys.argv[2], workers=2)
+"""
+
+
+@pytest.mark.parametrize("engine", ["local", "dask", "ray", "spark"])
+def test_engines_compute_fields(engine, data):
+    """In a program of its own, with which what the engine starts ends."""
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))
+    environment = os.environ | {"PYTHONPATH": path, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    subprocess.run([sys.executable, "-c", PROGRAM, data, engine], check=True, timeout=300, env=environment)
+    assert sl.open(data)[:]["size"].tolist() == [len(text) for text in base_columns(0, COUNT)["t"]]
 
 
 @pytest.mark.parametrize("split", [None, "train"])
