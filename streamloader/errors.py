@@ -26,13 +26,15 @@ StreamloaderError
 |   `-- ModifiedError         SL306  the bytes are intact, but belong to another dataset than the manifest
 |-- SampleError               SL400  one sample cannot be used
 |   |-- DecodeError           SL401  an encoded sample does not decode
-|   `-- TransformError        SL402  your transform raised, or returned values that cannot be batched
+|   |-- TransformError        SL402  your transform raised, or returned values that cannot be batched
+|   `-- BadSamplesError       SL403  more samples are bad than `max_bad` allows
 |-- ConvertError              SL500  a conversion cannot continue
 |   |-- SourceError           SL501  the source is empty or unreadable, or its schema is not uniform
 |   |-- SourceChangedError    SL502  the source changed since the conversion began
 |   `-- DestinationError      SL503  the destination contains something else
 `-- EngineError               SL600  an internal thread, process or protocol failed
-    `-- ForkError             SL601  a client of the parent process was used after a fork
+    |-- ForkError             SL601  a client of the parent process was used after a fork
+    `-- PassEndedError        SL602  the pass was ended by a later iter(), load_state_dict() or close()
 """
 
 from typing import Any, ClassVar
@@ -184,6 +186,10 @@ class TransformError(SampleError, code="SL402"):
     """Your transform raised, or returned values that cannot be batched."""
 
 
+class BadSamplesError(SampleError, code="SL403"):
+    """More samples are bad than `max_bad` allows."""
+
+
 class ConvertError(StreamloaderError, code="SL500"):
     """A conversion cannot continue."""
 
@@ -206,6 +212,15 @@ class EngineError(StreamloaderError, code="SL600"):
 
 class ForkError(EngineError, code="SL601"):
     """A client of the parent process was used after a fork."""
+
+
+class PassEndedError(EngineError, code="SL602"):
+    """The pass was ended by a later iter(), load_state_dict() or close()."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
+        )
 
 
 def message(error: BaseException | None) -> str:

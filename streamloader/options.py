@@ -13,9 +13,11 @@ MIB = 1 << 20
 
 CodecChoice = Literal["auto", "none", "lz4", "zstd"]
 Remainder = Literal["pad", "drop", "uneven"]
+OnBadSample = Literal["raise", "mask", "replace"]
 
 CODECS: tuple[CodecChoice, ...] = ("auto", "none", "lz4", "zstd")
 REMAINDERS: tuple[Remainder, ...] = ("pad", "drop", "uneven")
+ON_BAD_SAMPLE: tuple[OnBadSample, ...] = ("raise", "mask", "replace")
 
 
 def _check(option: object, name: str, valid: bool, remedy: str) -> None:

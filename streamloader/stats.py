@@ -78,6 +78,8 @@ class Stats:
     many were read, those that several blocks need for each of them unless they are kept in memory. `missing_chunks` of
     them do not exist, and their elements have the fill value.
 
+    `bad_samples` were masked or replaced (`on_error=`).
+
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
     and `transformers` the number of threads or processes that run the transform. `workers` is the number of worker
     processes, 0 for threads, and `workers_reason` says why; `workers_replaced` of them were killed, and their work was
@@ -104,6 +106,7 @@ class Stats:
     chunks: int = 0
     chunks_read: int = 0
     missing_chunks: int = 0
+    bad_samples: int = 0
     buffers_allocated: int = 0
     request_seconds: float = 0.0
     unpack_seconds: float = 0.0
@@ -197,6 +200,7 @@ class Stats:
         return (
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:.0f} samples/s, "
             f"{self.bytes_fetched / 1e6:.1f} MB in {self.requests} requests ({self.retries} retries); "
+            f"{_count(self.bad_samples, 'bad sample') + '; ' if self.bad_samples else ''}"
             f"{self.waiting_for or self.verdict}"
         )
 

@@ -71,3 +71,10 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
 
 def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
     return {"values": [lambda: 1] if sample["label"] == BAD else [1]}
+
+
+def raises_on_undecodable(sample: dict[str, Any]) -> dict[str, Any]:
+    """Raises on the samples whose images do not decode in `test_bad_samples.py`."""
+    if int(sample["label"]) in (5, 17, 40, 41, 42, 99):
+        raise ValueError("bad")
+    return sample

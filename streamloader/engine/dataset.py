@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.faults import detached
+from streamloader.errors import FormatError, StreamloaderError
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
@@ -105,6 +107,13 @@ class Dataset:
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
+    def object_of(self, name: str, sample: int) -> str:
+        """Return the URL of the object that has a sample of a field, by its number among all; of arrays the folder."""
+        if self.arrays is not None:
+            return self.store.url
+        layout = self.layouts[name]
+        return f"{self.store.url}/{layout.shard_key(name, sample // layout.shard)}"
+
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
 
@@ -192,11 +201,18 @@ def plans(
 
 
 def load_field(
-    field: FieldReader, store: Store, out: NDArray[Any], counters: Counters, sleep: Callable[[float], None]
+    field: FieldReader,
+    store: Store,
+    out: NDArray[Any],
+    counters: Counters,
+    sleep: Callable[[float], None],
+    *,
+    on_bad: Callable[[Sequence[int], StreamloaderError], object] | None = None,
 ) -> None:
     """Read all samples of a fixed-shape field into `out`, of shape (samples, *shape).
 
-    Calls `sleep` to wait before a retry. Raises storage and format errors, and exceptions of `sleep`.
+    Calls `sleep` to wait before a retry. `on_bad` gets the samples of each damaged chunk, with its error; without it,
+    format errors are raised. Raises storage errors, and exceptions of `sleep`.
     """
     reader = replace(store.reader(), on_repeat=partial(counters.add, requests=1))
 
@@ -212,7 +228,16 @@ def load_field(
     def load(run: Run) -> None:
         fetch = partial(store.retries.call, partial(request, run), on_retry=count_retry)
         with store.retries.waits_by(sleep):
-            field.load(run, fetch, out, 0, on_damage=count_retry)
+            try:
+                field.load(run, fetch, out, 0, on_damage=count_retry)
+            except FormatError as error:
+                if on_bad is None:
+                    raise
+                runs = field.split(run)
+                if len(runs) > 1:
+                    list(map(load, runs))
+                else:
+                    on_bad(field.bad_rows(run, 0, field.num_samples), detached(error))
 
     with store.retries.waits_by(sleep):
         runs = field.runs(0, field.num_samples)

@@ -27,12 +27,12 @@ from typing import Any
 from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, allowance
 from streamloader.engine.dataset import Dataset, load_field, plans
 from streamloader.engine.executor import Executor, Threads
-from streamloader.engine.fetcher import Fetcher, PassEnded, sleeper
+from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
 from streamloader.engine.residence import Rows
 from streamloader.engine.stages import Batch, LoaderConfig, Stages
-from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassEndedError, StreamloaderError, wrapped
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
 from streamloader.stats import Counters
@@ -154,7 +154,9 @@ class Engine:
                 ends = list(accumulate(reader.num_samples for reader in readers))
                 rows = Rows(name, readers[0].layout.field, self.executor.arena, (1, ends[-1]))
                 for reader, data, end in zip(readers, self.datasets, ends, strict=True):
-                    load_field(reader, data.store, rows.values[end - reader.num_samples : end], self.counters, sleep)
+                    first = end - reader.num_samples
+                    mark = partial(_mark_resident, rows, first) if self._config.tolerant else None
+                    load_field(reader, data.store, rows.values[first:end], self.counters, sleep, on_bad=mark)
                 self._resident[name] = rows
 
     def _memory(self, names: Sequence[str], budget: Budget, share: EpochShare) -> Memory:
@@ -169,7 +171,8 @@ class Engine:
                 memory.clear(budget, share.time)
                 return memory
         readers = {name: self.datasets[0].readers[name] for name in names}
-        return Memory(readers, share.block, budget, self.counters, self.executor.arena, packs=self._config.packs)
+        options: dict[str, Any] = {"packs": self._config.packs, "tolerant": self._config.tolerant}
+        return Memory(readers, share.block, budget, self.counters, self.executor.arena, **options)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -253,6 +256,10 @@ class Engine:
             blocks=sum(-(-dataset.num_samples // share.block) for dataset in self.datasets),
             index_bytes=index + sum(dataset.index_bytes for dataset in self.datasets),
         )
+
+
+def _mark_resident(rows: Rows, first: int, samples: Sequence[int], error: StreamloaderError) -> None:
+    rows.mark([first + sample for sample in samples], error)
 
 
 class Planner:
@@ -512,7 +519,7 @@ class Assembler:
     def check_open(self) -> None:
         """Raise `EngineError` once closed: no more batches are finished."""
         if self._closed:
-            raise PassEnded
+            raise PassEndedError
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no batch; the consumer's thread raises it."""

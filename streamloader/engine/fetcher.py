@@ -27,15 +27,17 @@ from numpy.typing import NDArray
 from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, first_samples
 from streamloader.engine.executor import Executor, Job, Threads
+from streamloader.engine.faults import detached, is_bad_data
 from streamloader.engine.kept import NO_SLOT
 from streamloader.engine.ledger import Ledger
 from streamloader.engine.memory import Memory
 from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
+from streamloader.engine.regions import Regions
 from streamloader.engine.residence import Chunks, Rows, locate_items
 from streamloader.errors import (
     CorruptError,
-    EngineError,
+    PassEndedError,
     StorageError,
     StreamloaderError,
     ThrottledError,
@@ -119,21 +121,12 @@ CHECK_SECONDS = 0.05
 SLOW_SECONDS = 5.0
 
 
-class PassEnded(EngineError):  # noqa: N818 - no failure
-    """The pass was ended. Within the fetcher it also ends a request that another one was faster than."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
-        )
-
-
 def sleeper(closed: threading.Event) -> Callable[[float], None]:
-    """Return a sleep function that raises `PassEnded` once `closed` is set."""
+    """Return a sleep function that raises `PassEndedError` once `closed` is set."""
 
     def sleep(seconds: float) -> None:
         if closed.wait(seconds):
-            raise PassEnded
+            raise PassEndedError
 
     return sleep
 
@@ -253,7 +246,9 @@ class Fetcher:
             for name in names:
                 runs = block.runs.pop(name, None)
                 if isinstance(runs, StreamloaderError):
-                    self._end_piece(block, runs)
+                    if tolerated := self._tolerates(runs):
+                        self._mark(block, name, runs)
+                    self._end_piece(block, None if tolerated else runs)
                 elif runs is not None:
                     self._add_pieces(block, name, runs)
                 else:
@@ -356,14 +351,18 @@ class Fetcher:
                 runs = block.dataset.runs(name, block.ref.start, block.ref.stop, chosen)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             problem = wrapped(error, f"reading the chunk table of field {name!r}")
+        failed = problem is not None
+        if problem is not None and self._tolerates(problem):
+            self._mark(block, name, problem)
+            problem = None
         with self._changed:
             self._busy -= 1
             self._in_flight -= 1
-            if problem is None:
-                self._add_pieces(block, name, runs)
-            else:
+            if failed:
                 self._end_piece(block, problem)
                 self._dispatch()
+            else:
+                self._add_pieces(block, name, runs)
         del problem  # its traceback holds this frame
 
     def _choose(self, block: LoadingBlock, reader: FieldReader | RegionReader) -> list[ChunkPlaces] | None:
@@ -395,7 +394,7 @@ class Fetcher:
         """Send a request, unless it is not needed any more; in an outage later."""
         piece, seconds = attempt.piece, 0.0 if attempt.number else attempt.piece.retries.wait()
         if piece.finished or self._closed.is_set():
-            self._end(attempt, PassEnded())
+            self._end(attempt, PassEndedError())
         elif seconds:
             self._later(seconds, attempt)
         else:
@@ -427,7 +426,7 @@ class Fetcher:
         """Send a request after some seconds."""
 
         def wait() -> None:
-            with suppress(PassEnded):  # which `_send` finds
+            with suppress(PassEndedError):  # which `_send` finds
                 self.sleep(seconds)
             self._send(attempt)
 
@@ -461,7 +460,7 @@ class Fetcher:
         with self._changed:
             slot = self._claim(attempt)
         if slot == NO_SLOT:
-            self._end(attempt, PassEnded())
+            self._end(attempt, PassEndedError())
             return
         try:
             self._decode(attempt, slot, None if result[0] < 0 else attempt.memory[0][: result[0]])
@@ -486,7 +485,7 @@ class Fetcher:
             field = piece.field.layout.field
             decoded = piece.run.num_samples * field.item_bytes if field.fixed else 0
             self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
-        self._end(attempt, PassEnded() if slot == NO_SLOT else None)
+        self._end(attempt, PassEndedError() if slot == NO_SLOT else None)
 
     def _claim(self, attempt: Attempt) -> int:
         """Return the slot of a piece for a response to it, `NO_SLOT` if it needs none any more. Requires the lock."""
@@ -557,12 +556,12 @@ class Fetcher:
     def _reserve(self, attempt: Attempt, size: int) -> Future[memoryview]:
         """Return memory to decode into, once it fits: only bodies state this size.
 
-        The future's error is `PassEnded` if the piece is finished or this is closed, and may be a `MemoryBudgetError`.
+        The future's error is `PassEndedError` if the piece is finished or this is closed, or a `MemoryBudgetError`.
         """
         piece = attempt.piece
 
-        def ended() -> PassEnded | None:
-            return PassEnded() if piece.finished or self._closed.is_set() else None
+        def ended() -> PassEndedError | None:
+            return PassEndedError() if piece.finished or self._closed.is_set() else None
 
         with self._changed:
             self._in_flight -= 1  # a later piece that waits here must not delay the request of an earlier one
@@ -584,7 +583,7 @@ class Fetcher:
         attempt.unpacked = 0
 
     def _end(self, attempt: Attempt, error: BaseException | None) -> None:
-        """End a request whose piece is in its slot, that failed, or that is not needed any more (`PassEnded`).
+        """End a request whose piece is in its slot, that failed, or that is not needed any more (`PassEndedError`).
 
         Damaged bytes are requested again.
         """
@@ -604,9 +603,10 @@ class Fetcher:
             self._counters.add(retries=1)
             self._send(attempt)
             return
-        if error is not None and not isinstance(error, PassEnded):
+        if error is not None and not isinstance(error, PassEndedError):
             first, count = piece.run.first_sample, piece.run.num_samples
             problem = wrapped(error, f"reading field {piece.field.name!r} of samples {first} to {first + count - 1}")
+        bad: StreamloaderError | None = None
         with self._changed:
             self._busy -= 1
             piece.requests -= 1
@@ -616,10 +616,49 @@ class Fetcher:
                     piece.finished = True
                     self._pieces.remove(piece)
                     self._in_flight -= 1
-                    self._end_piece(piece.block, None if loaded else piece.error)
+                    last = None if loaded else piece.error
                     piece.error = None  # its traceback may hold the piece
+                    if last is not None and self._tolerates(last):
+                        bad = last
+                    else:
+                        self._end_piece(piece.block, last)
+                    del last
             self._dispatch()
-        del error, problem  # their tracebacks hold this frame
+        if bad is not None:
+            self._leave_out(piece, bad)
+        del error, problem, bad  # their tracebacks hold this frame
+
+    def _tolerates(self, error: StreamloaderError) -> bool:
+        """Return whether samples that cannot be read because of an error do not end the pass."""
+        return self._memory.tolerant and is_bad_data(error)
+
+    def _leave_out(self, piece: Piece, error: StreamloaderError) -> None:
+        """Read each chunk of a damaged piece by itself; mark the samples of a single one as bad."""
+        block, name = piece.block, piece.field.name
+        runs: Sequence[Any] = piece.field.split(piece.run) if is_damage(error) else ()
+        if len(runs) < 2:
+            self._mark(block, name, error, piece.run)
+        with self._changed:
+            if len(runs) > 1:
+                self._add_pieces(block, name, runs)
+            else:
+                self._end_piece(block, None)
+
+    def _mark(self, block: LoadingBlock, name: str, error: StreamloaderError, run: Any = None) -> None:
+        """Mark the samples of a block that need the chunks of a run, or all of them, as bad.
+
+        Without the lock for arrays, whose regions it may open.
+        """
+        ref, reader, residence = block.ref, block.dataset.readers[name], self._memory.residences[name]
+        slot = self._memory.claim(ref.ticket)
+        if slot == NO_SLOT:
+            return
+        if isinstance(residence, Regions):
+            self._memory.open(slot, ref, reader, partial(self._allocate_region, block))
+            residence.mark_chunks(slot, run, detached(error))
+            return
+        rows = range(ref.stop - ref.start) if run is None else reader.bad_rows(run, ref.start, ref.stop)
+        residence.mark([slot * self._memory.block + row for row in rows], detached(error))
 
     def _hedge_late(self) -> None:
         """Repeat late requests, the earliest first, as far as hedges are saved up. Requires the lock."""

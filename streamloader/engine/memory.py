@@ -39,7 +39,8 @@ class Memory:
     """The memory of a pass: slots for blocks of `block` samples, residences of their fields, and buffers.
 
     `readers`: of the fields, some of which are packed. `bodies`: of responses, and of what is decoded from them.
-    `buffers`: of batches. The next pass reuses it, with the blocks that are kept and pages that have been touched.
+    `buffers`: of batches. `tolerant`: samples that cannot be read are marked, and do not end the pass. The next pass
+    reuses it, with the blocks that are kept and pages that have been touched.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Memory:
         arena: Arena,
         *,
         packs: Mapping[str, Pack] = NO_PACKS,
+        tolerant: bool = False,
     ) -> None:
+        self.tolerant = tolerant
         self.block, self.budget, self.counters = block, budget, counters
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))

@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, Demand
+from streamloader.engine.faults import BadRows, forget
 from streamloader.engine.gather import Copy, copy_boxes
 from streamloader.engine.residence import Chunks, Gathered
-from streamloader.errors import FormatError
+from streamloader.errors import FormatError, StreamloaderError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.options import MIB, Pack
 from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader, common_box
+from streamloader.zarr.reader import ArrayRun, StoredChunk
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder
@@ -169,6 +171,7 @@ class KeptArrays:
             for number, array in arrays.items()
         }
         self._chunks = {number: array.chunks for number, array in arrays.items()}
+        self.damaged: list[tuple[ArrayRun, StreamloaderError]] = []  # claimed chunks without values
         self._opened: dict[tuple[int, int], BlockRegions] = {}  # not parts: lanes divide other blocks in another epoch
 
     def view(self, low: Bound, high: Bound) -> tuple[NDArray[Any], NDArray[Any], tuple[Bound, Bound]]:
@@ -223,6 +226,7 @@ class Regions:
         self._opening = threading.Lock()
         self._blocks: list[BlockRegions | None] = [None] * slots
         self._kept: dict[RegionReader, KeptArrays] = {}
+        self.bad: BadRows = {}
         self._claims: dict[int, list[ChunkPlaces]] = {}  # of the incomplete blocks in slots
         self.rows = None if field.fixed else Chunks(name, field, arena, shape, pack)  # where sparse rows are
 
@@ -279,8 +283,9 @@ class Regions:
         return self._claims.get(slot, [])
 
     def in_slots(self, slots: Sequence[int]) -> list[BlockRegions]:
-        """Return the blocks in these slots."""
-        return [block for block in (self._blocks[slot] for slot in slots) if block is not None]
+        """Return the blocks in these slots, without those that have bad samples."""
+        bad = {row // self._block for row in list(self.bad)}
+        return [block for slot in slots if (block := self._blocks[slot]) is not None and slot not in bad]
 
     def fill_from(
         self, slot: int, ref: BlockRef, source: tuple[RegionReader, Allocate], others: Sequence[BlockRegions]
@@ -307,13 +312,44 @@ class Regions:
             targets.arrays[region][reader.column.inside(targets.bounds[region][0], low, high)] = elements
         return left
 
+    def mark(self, slot_rows: Sequence[int], error: StreamloaderError) -> None:
+        """Record that slot rows have no values, because of an error."""
+        self.bad |= dict.fromkeys(slot_rows, error)
+        if self.rows is not None:
+            self.rows.mark(slot_rows, error)
+
+    def mark_chunks(self, slot: int, run: ArrayRun | None, error: StreamloaderError) -> None:
+        """Mark the samples of an open block that need the chunks of a run, or all of them.
+
+        Other blocks rely on the chunks that a block has claimed in arrays that are kept: see `complete`.
+        """
+        block = self._blocks[slot]
+        assert block is not None
+        if (kept := self._kept.get(block.reader)) is not None:
+            claimed = [
+                ArrayRun("", 0, 0, tuple(StoredChunk(place, -1, -1) for place in places), member)
+                for _, member, places in self.claims(slot)
+            ]
+            kept.damaged += [(each, error) for each in (claimed if run is None else [run])]
+        self._mark_rows(slot, block, run, error)
+
+    def _mark_rows(self, slot: int, block: BlockRegions, run: ArrayRun | None, error: StreamloaderError) -> None:
+        stop = block.start + block.stops[-1]
+        rows = range(block.stops[-1]) if run is None else block.reader.bad_rows(run, block.start, stop)
+        self.mark([slot * self._block + row for row in rows], error)
+
     def complete(self, slot: int) -> None:
-        """Keep the chunks that the block in a slot claimed, which has been loaded."""
+        """Keep the chunks that the block in a slot claimed, which has been loaded; mark what needs damaged ones."""
         self._claims.pop(slot, None)
+        block = self._blocks[slot]
+        if block is not None:
+            for run, error in self._kept[block.reader].damaged:
+                self._mark_rows(slot, block, run, error)
 
     def drop(self, slot: int) -> None:
         """Free the memory of the regions of a slot once no copy is in progress, unless it is kept."""
         block, self._blocks[slot] = self._blocks[slot], None
+        forget(self.bad, slot * self._block, (slot + 1) * self._block)
         if (claims := self._claims.pop(slot, None)) and block is not None:
             self._kept[block.reader].give_back(claims)
         if self.rows is not None:

@@ -5,6 +5,7 @@ those of arrays in regions (`Regions` of `regions.py`). Row r of slot s is the *
 
 - states what a pass needs for its field (`demand`),
 - `open`s what the responses for a block are decoded into; `Chunks` are told where they were decoded (`write`),
+- `mark`s slot rows without values, whose errors are in `bad`,
 - `drop`s the samples of a slot,
 - `gather`s the columns of a batch: it returns them, and what must be copied to them,
 - knows the bytes of samples of variable size (`variable_bytes`).
@@ -23,8 +24,10 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, Buffers, address
 from streamloader.engine.budget import LIVE_BATCHES, Demand
+from streamloader.engine.faults import BadRows, forget
 from streamloader.engine.gather import Copy, flat
 from streamloader.engine.transform import Ragged
+from streamloader.errors import DecodeError, StreamloaderError
 from streamloader.format.codecs import Items, scratch_bytes
 from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
@@ -54,6 +57,7 @@ class Rows:
         self, name: str, field: Field, arena: Arena, shape: tuple[int, int], _pack: Pack | None = None
     ) -> None:
         self.name, self.field, self._block = name, field, shape[1]
+        self.bad: BadRows = {}
         self.values = arena.array((prod(shape), *field.shape), field.dtype)
 
     @staticmethod
@@ -76,8 +80,13 @@ class Rows:
         first = slot * self._block
         return self.values[first : first + ref.stop - ref.start], ref.start
 
+    def mark(self, slot_rows: Sequence[int], error: StreamloaderError) -> None:
+        """Record that slot rows have no values, because of an error."""
+        self.bad |= dict.fromkeys(slot_rows, error)
+
     def drop(self, slot: int) -> None:
-        """Do nothing: the rows of a slot are overwritten."""
+        """Forget the errors of a slot, whose rows are overwritten."""
+        forget(self.bad, slot * self._block, (slot + 1) * self._block)
 
     def variable_bytes(self, _slot_rows: Ints) -> int:
         """Return 0."""
@@ -100,6 +109,7 @@ class Chunks:
         self._arena, (slots, self.block), self._pack = arena, shape, pack
         self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
         self.table = arena.array((slots * self.block, 2), "int64")  # where each row begins in the arena, its size
+        self.bad: BadRows = {}
 
     @staticmethod
     def demand(readers: Sequence[FieldReader], block: int, rows: int, decoder: ImageDecoder | None = None) -> Demand:
@@ -120,9 +130,15 @@ class Chunks:
         locate_items(self._arena.bytes, self.table[slot * self.block : (slot + 1) * self.block], row, items)
         self._leases[slot].append(items.buffer)
 
+    def mark(self, slot_rows: Sequence[int], error: StreamloaderError) -> None:
+        """Record that slot rows have no values, because of an error; they are empty."""
+        self.bad |= dict.fromkeys(slot_rows, error)
+        self.table[list(slot_rows)] = 0
+
     def drop(self, slot: int) -> None:
         """Free the memory of the chunks of a slot; rows that a batch holds stay valid."""
         self._leases[slot] = []
+        forget(self.bad, slot * self.block, (slot + 1) * self.block)
 
     def leases(self, slot_rows: Ints) -> list[list[memoryview]]:
         """Return what keeps the bytes of rows valid after their slots are released."""
@@ -148,11 +164,12 @@ class Chunks:
         if field.kind in ("bytes", "text"):
             return {self.name: self._objects(slot_rows, plan)}, []
         starts, sizes = self.table[slot_rows].T.copy()
-        edges = np.zeros(len(slot_rows) + 1, np.int64)
-        np.cumsum(sizes, out=edges[1:])
         if field.fixed:
             out = buffers.lease((len(slot_rows), *field.shape), field.dtype, LIVE_BATCHES)
-            return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, edges[:-1], sizes)]
+            at = np.arange(len(slot_rows)) * field.item_bytes  # bad rows have no bytes
+            return {self.name: out}, [Copy(flat(out), self._arena.bytes, starts, at, sizes)]
+        edges = np.zeros(len(slot_rows) + 1, np.int64)
+        np.cumsum(sizes, out=edges[1:])
         if np.any(edges % field.item_bytes):
             self._check(slot_rows, plan)
         columns, copies = [], []
@@ -181,10 +198,20 @@ class Chunks:
             values.reshape(-1)[count:] = pack.pad
         return Ragged(values, offsets)
 
+    def invalid(self, slot_rows: Ints, plan: BatchPlan) -> dict[int, DecodeError]:
+        """Return the errors of the rows that are invalid for the field, by slot row."""
+        errors = {}
+        for row, item, sample in zip(slot_rows.tolist(), self.items(slot_rows), plan.samples.tolist(), strict=True):
+            try:
+                from_bytes(self.name, self.field, item, sample)
+            except DecodeError as error:
+                errors[row] = error
+        return errors
+
     def _check(self, slot_rows: Ints, plan: BatchPlan) -> None:
         """Raise `DecodeError` for the first row that is invalid."""
-        for item, sample in zip(self.items(slot_rows), plan.samples.tolist(), strict=True):
-            from_bytes(self.name, self.field, item, sample)
+        for error in self.invalid(slot_rows, plan).values():
+            raise error
 
 
 def _request_demand(readers: Sequence[FieldReader], block: int, mean: float) -> Demand:

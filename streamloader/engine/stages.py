@@ -10,9 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat, starmap
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,17 @@ from numpy.typing import NDArray
 
 from streamloader.engine.budget import LIVE_BATCHES
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
+from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_samples, replacements
 from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import Memory, Residence
 from streamloader.engine.messages import Callback, all_bytes
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
-    Key,
+    Labels,
     Ragged,
     Sample,
     Transform,
+    Transformed,
     apply,
     collate,
     load_parts,
@@ -37,14 +40,14 @@ from streamloader.engine.transform import (
     share_transform,
     transform_samples,
 )
-from streamloader.errors import EngineError, StreamloaderError, wrapped
+from streamloader.errors import DecodeError, EngineError, StreamloaderError, wrapped
 from streamloader.images.targets import move_boxes, move_points
-from streamloader.options import MIB, Pack
+from streamloader.options import MIB, OnBadSample, Pack
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
 
 if TYPE_CHECKING:
-    from streamloader.images.decode import ImageDecoder
+    from streamloader.images.decode import Header, ImageDecoder
 
 
 Ended = Callable[[object, BaseException | None], object]  # called with the result of a job, or with its error
@@ -57,6 +60,7 @@ class Batch:
     A column is an ndarray, a list or a `Ragged`; a tuple has a packed one for each step. `copied` is set before
     `finished`, once the blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
+    `faults`: its bad samples, by row, and `blank` the rows that have no values.
     `permits`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     `leases`: what keeps the encoded images valid until they are decoded.
     """
@@ -65,6 +69,8 @@ class Batch:
     columns: dict[str, Any] = field(default_factory=dict)
     singles: Sequence[dict[str, Any]] | None = None
     error: StreamloaderError | None = None
+    faults: dict[int, Fault] = field(default_factory=dict)
+    blank: set[int] = field(default_factory=set)
     permits: int = 1
     leases: list[Any] = field(default_factory=list)
     copied: threading.Event = field(default_factory=threading.Event)
@@ -80,6 +86,11 @@ class Batch:
             self.error = None
         self.copied.set()
         self.finished.set()
+
+    def leave_out(self, row: int, name: str, error: StreamloaderError) -> None:
+        """Record that the sample of a row is bad in a field, or "" for the transform, so the row has no values."""
+        self.faults.setdefault(row, (int(self.plan.samples[row]), name, error))
+        self.blank.add(row)
 
     def drop(self) -> None:
         """Ignore past and later errors of the batch: it will not be returned."""
@@ -120,14 +131,16 @@ def decode_images(
     rows: tuple[Ints, Ints, Ints],
     key: tuple[int, int],
     allocate: Callable[..., NDArray[Any]],
-) -> float:
+    tolerant: bool,
+) -> tuple[float, dict[int, tuple[str, StreamloaderError]]]:
     """Decode the images of some rows, those of a row together, since a mask is cropped as its image.
 
     `rows`: sample numbers, positions, and crops, which the images write and their masks read. `key`: (seed, epoch) of
     random crops. Images of different sizes are decoded into memory from `allocate(shape, dtype)`. Return the processor
-    time.
+    time, and the (field, error) of each row that does not decode, if it is `tolerant`; otherwise raises the first.
     """
     begin, memory = time.thread_time(), all_bytes().data
+    bad: dict[int, tuple[str, StreamloaderError]] = {}
     samples, positions, crops = rows
     columns = [
         zip(
@@ -138,12 +151,26 @@ def decode_images(
         )
         for decoder, spans, out in fields
     ]
-    for sample, crop, *images in zip(samples.tolist(), crops, *columns, strict=True):
-        for (decoder, _, _), ((start, size), draws, out) in zip(fields, images, strict=True):
-            data = memory[start : start + size]
-            target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
-            decoder.decode(data, sample, target, draws, crop)
-    return time.thread_time() - begin
+    for row, (sample, crop, *images) in enumerate(zip(samples.tolist(), crops, *columns, strict=True)):
+        decoder, begun = fields[0][0], 0
+        try:
+            for (decoder, _, _), ((start, size), draws, out) in zip(fields, images, strict=True):
+                data = memory[start : start + size]
+                target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
+                begun += 1
+                decoder.decode(data, sample, target, draws, crop)
+        except DecodeError as error:
+            if not tolerant:
+                raise
+            bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
+            for decoder, _, out in fields[begun:]:
+                if out is None:
+                    allocate((1, 1, decoder.options.channels), decoder.dtype)
+    return time.thread_time() - begin, bad
+
+
+# of an image that does not decode: its first pixel
+NO_CROP = (0, 0, 1, 1, 0, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -152,7 +179,8 @@ class LoaderConfig:
 
     `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `workers` processes do the work, threads
     if 0. `spawns`: they may import the script of this process for its transform; otherwise such a transform runs in a
-    thread. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
+    thread. `on_error`: what takes the place of bad samples, see `faults.py`. `tensors`: the module that handles tensors
+    which a transform returns, see `transform.py`.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -161,8 +189,14 @@ class LoaderConfig:
     workers: Workers = 0
     spawns: bool = True
     memory: int | None = None
+    on_error: OnBadSample = "raise"
     ranks_here: int = 1
     tensors: str = ""
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether bad samples do not end the pass."""
+        return self.on_error != "raise"
 
 
 # Batches in the making beside the usual ones, for workers that would wait for the slowest part of the one before.
@@ -226,6 +260,7 @@ class Stages:
         self._decoding = executor.jobs("decode", self._threads, on_error)
         # a transform that workers cannot load, and the columns of transformed samples
         self._here = Threads("transform", 1, on_error)
+        self._empty_sample: Sample | None = None  # for a batch without good samples
         self._transforming = self._here if alone else executor.jobs("transform", executor.workers, on_error)
         # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
         # ended, so the exit waits for these threads. The finalizer must not hold a reference to this object.
@@ -241,13 +276,22 @@ class Stages:
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
             unsized = decoder.options.size is None
-            headers = items[:1] if unsized and self._stacks_images else items  # stacked ones have one size
-            sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
+            most = 1 if unsized and self._stacks_images else len(items)  # stacked ones have one size
+            headers = list(islice(self._headers(decoder, items, plan), most))
             if unsized:  # otherwise the planned bytes of a batch include them
-                pixels = sum(map(math.prod, (header.size for header in sizes))) * (len(items) // max(1, len(headers)))
+                pixels = sum(math.prod(header.size) for _, header in headers) * (len(items) // max(1, len(headers)))
                 size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
-            scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, sizes), default=0))
+            scratch = max(scratch, self._threads * max(starmap(decoder.scratch_bytes, headers), default=0))
         return size, scratch
+
+    def _headers(
+        self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan
+    ) -> Iterator[tuple[memoryview, Header]]:
+        """Yield images with their headers. Raises `DecodeError` for an invalid one, unless bad samples are left out."""
+        tolerated = (DecodeError,) if self._config.tolerant else ()
+        for item, sample in zip(items, plan.samples.tolist(), strict=True):
+            with suppress(*tolerated):
+                yield item, decoder.measure(item, sample)
 
     def start(self, batch: Batch) -> None:
         """Make the columns of the batch, and submit it to the stages, the last of which finishes it.
@@ -260,6 +304,9 @@ class Stages:
         name = ""
         try:
             slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
+            if self._config.tolerant:
+                slot_rows = self._leave_out(batch, slot_rows)
+                plan = batch.plan
             fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
             for residence, at in fields + [(residence, slot_rows) for residence in self._gathered]:
                 name = residence.name
@@ -271,6 +318,25 @@ class Stages:
             raise
         except Exception as error:
             raise wrapped(error, f"gathering field {name!r}") from error
+
+    def _leave_out(self, batch: Batch, slot_rows: Ints) -> Ints:
+        """Record the rows without values. Return the slot rows, in "replace" those of other samples in their place."""
+        plan = batch.plan
+        for chunks in self._gathered:
+            if isinstance(chunks, Chunks) and chunks.field.kind in ("text", "ragged"):
+                for row, error in chunks.invalid(slot_rows, plan).items():
+                    chunks.mark([row], detached(error))
+        fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
+        for residence, at in fields + [(residence, slot_rows) for residence in self._blocks.residences.values()]:
+            for number, row in enumerate(at.tolist() if residence.bad else ()):
+                if (problem := residence.bad.get(row)) is not None:
+                    batch.leave_out(number, residence.name, problem)
+        if not batch.blank or self._config.on_error != "replace":
+            return slot_rows
+        source = replacements(plan, batch.blank, self._seed)
+        batch.plan = plan._replace(samples=plan.samples[source])
+        batch.blank = {row for row in batch.blank if source[row] == row}
+        return slot_rows[source]
 
     def close(self) -> None:
         """Let the threads end."""
@@ -318,7 +384,9 @@ class Stages:
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
         out: NDArray[Any] | None = None
         if self._stacks_images or decoder.options.size is not None:
-            shape = decoder.shape(chunks.items(slot_rows[:1])[0], int(plan.samples[0]))
+            items = chunks.items(slot_rows)
+            first = next(self._headers(decoder, items, plan), (items[0],))[0]
+            shape = decoder.shape(first, int(plan.samples[0]))
             out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
         batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
         batch.leases += chunks.leases(slot_rows)
@@ -333,18 +401,21 @@ class Stages:
             made.append(self._buffers.lease(shape, dtype))
             return made[-1]
 
-        def done(seconds: float | None, error: BaseException | None) -> None:
+        def done(result: Any, error: BaseException | None) -> None:
+            seconds, bad = (0.0, {}) if error is not None else result
+            for row, (field_name, problem) in bad.items():
+                batch.leave_out(part.start + row, field_name, problem)
             unsized = [name for name, (_, _, out) in fields.items() if out is None]
             for number, name in enumerate(unsized if error is None else ()):
                 arrays = made[number :: len(unsized)]
                 mask = self._config.decoders[name].mask
                 batch.columns[name][at] = [array[..., 0] if mask else array for array in arrays]
-            self._counters.add(decode_seconds=seconds or 0.0)
+            self._counters.add(decode_seconds=seconds)
             ended(None, error)
 
         images = [(decoder, spans[at], None if out is None else out[at]) for decoder, spans, out in fields.values()]
         rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._seed, plan.epoch)
-        arguments = images, rows, key, Callback(allocate)
+        arguments = images, rows, key, Callback(allocate), self._config.tolerant
         self._decoding.submit(Job(decode_images, arguments, done, repeats=made.clear))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
@@ -364,7 +435,7 @@ class Stages:
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
         if not self.transforms or not count:
-            batch.finished.set()
+            self._finish(batch)
             return
         parts = _divide(count, self._transforming.count)
         made: dict[int, Any] = {}
@@ -383,7 +454,8 @@ class Stages:
         """
         columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
         plan = batch.plan.part(part.start, part.stop, 0)
-        labels = [(self._seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist()
+        blank = [row - part.start for row in batch.blank if row in part] if self._config.tolerant else None
+        labels = [(self._seed, plan.epoch, at) for at in plan.positions.tolist()], plan.samples.tolist(), blank
         tensors, lease, begin = self._config.tensors, self._buffers.lease, 0.0
         rows: dict[str, NDArray[Any]] = {}
 
@@ -412,13 +484,17 @@ class Stages:
             job = Job(self._apply, (columns, labels), done, begins)
         self._transforming.submit(job)
 
-    def _apply(self, columns: Mapping[str, Any], labels: tuple[list[Key], list[int]]) -> list[Sample]:
+    def _apply(self, columns: Mapping[str, Any], labels: Labels) -> Transformed:
         own = rows_of(columns, len(labels[1]))
-        return apply(self._transform_of_owner(), own, *labels, self._config.tensors)
+        return apply(self._transform_of_owner(), own, labels, self._config.tensors)
 
     def _end_transform(self, batch: Batch, made: Mapping[int, Any], memory: Mapping[str, NDArray[Any]]) -> None:
         parts = [made[first] for first in sorted(made)]
-        self._here.submit(Job(self._collate, (batch, parts, memory), _countdown(batch, 1, batch.finished.set)))
+        for first, ((*_, errors), _) in made.items():
+            for row, error in errors.items():
+                batch.leave_out(first + row, "", error)
+        ended = _countdown(batch, 1, partial(self._finish, batch))
+        self._here.submit(Job(self._collate, (batch, parts, memory), ended))
 
     def _transform_of_owner(self) -> Transform:
         held = None if self._transform is None else self._transform()
@@ -430,14 +506,49 @@ class Stages:
         """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""
         numbers, stack = batch.plan.samples.tolist(), self._stack_tensors
         if self._shared_transform is None:
-            samples, complete = [one for part, _ in parts for one in part], dict[str, Any]()
+            samples, complete = [one for (part, _), _ in parts for one in part], dict[str, Any]()
         else:
             whole = {name: column for name, column in memory.items() if name not in self._ragged}
             samples, complete = load_parts(parts, whole if self._batched else {})
+        samples = self._with_placeholders(batch, samples, complete)
         if self._batched:
             batch.columns = collate(samples, numbers, stack, self._ragged, complete)
         else:
             batch.singles = [collate([one], [number], stack) for one, number in zip(samples, numbers, strict=True)]
+            batch.columns = {}
+
+    def _with_placeholders(
+        self, batch: Batch, samples: Sequence[Sample | None], complete: Mapping[str, Any]
+    ) -> list[Sample]:
+        """Return the samples with others in place of missing ones, which `_finish` removes.
+
+        Raises the error of the first bad sample if there never was another one.
+        """
+        row = next((row for row, sample in enumerate(samples) if sample is not None), None)
+        other = self._empty_sample if row is None else samples[row]
+        if other is None:
+            raise batch.faults[min(batch.faults)][2]
+        if self._config.tolerant and self._empty_sample is None:
+            columns = {name: complete[name][row] for name in complete}
+            self._empty_sample = {name: empty_like(value) for name, value in (other | columns).items()}
+        return [other if sample is None else sample for sample in samples]
+
+    def _finish(self, batch: Batch) -> None:
+        """Fill the rows of bad samples, and add the column that tells which they are."""
+        kind, plan = self._config.on_error, batch.plan
+        if kind != "raise":
+            source, bad = np.arange(len(plan.rows)), np.zeros(len(plan.rows), np.bool_)
+            if batch.blank:
+                source = replacements(plan, batch.blank, self._seed) if kind == "replace" else source
+                blank = sorted(row for row in batch.blank if source[row] == row)
+                batch.columns = fill(batch.columns, source, blank)
+                batch.singles = batch.singles and fill_samples(batch.singles, blank)
+                batch.blank, valid = set(blank), plan.valid.copy()
+                valid[blank] = False
+                batch.plan = plan._replace(samples=plan.samples[source], valid=valid)
+            bad[list(batch.faults if kind == "mask" else batch.faults.keys() - batch.blank)] = True
+            batch.columns["error" if kind == "mask" else "replaced"] = bad
+        batch.finished.set()
 
 
 def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:

@@ -19,7 +19,7 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from itertools import pairwise
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.executor import Executor
 from streamloader.engine.messages import caller, script_of_this_process, share_pickle
-from streamloader.errors import TransformError, UsageError, message
+from streamloader.errors import StreamloaderError, TransformError, UsageError, message
 from streamloader.format.values import as_array
 from streamloader.storage.process import is_interactive
 
@@ -56,6 +56,11 @@ class Ragged(NamedTuple):
 
 # The key of a sample's random numbers, (seed, epoch, position): augmentation is the same at any world size.
 Key = tuple[int, int, int]
+# Of some samples: their keys, their numbers, and which of them are not to be transformed, since they are bad; None if
+# an error of the transform ends the pass.
+Labels = tuple[Sequence[Key], Sequence[int], Collection[int] | None]
+# Transformed samples, with None for those that are bad, and the errors of the transform by row.
+Transformed = tuple[list[Sample | None], dict[int, StreamloaderError]]
 
 
 def seeds_of(key: Key) -> tuple[int, ...]:
@@ -82,25 +87,23 @@ def takes_rng(transform: Transform) -> bool:
 
 
 def apply(
-    transform: Transform,
-    samples: Sequence[Sample],
-    keys: Sequence[Key],
-    numbers: Sequence[int],
-    tensors: str = "",
-    *,
-    alone: bool = False,
-) -> list[Sample]:
+    transform: Transform, samples: Sequence[Sample], labels: Labels, tensors: str = "", *, alone: bool = False
+) -> Transformed:
     """Return the transformed samples.
 
     Random numbers of tensors are seeded for each sample, in this thread. Those of numpy and Python belong to the
     process: they are seeded if it does nothing but transform, `alone`, since others would get the same numbers again.
 
-    Raises `TransformError`, which names the sample, for any exception of the transform. This includes SystemExit,
-    which must not end the thread or process that runs the transform.
+    Raises `TransformError`, which names the sample, for any exception of the transform, unless that is returned. This
+    includes SystemExit, which must not end the thread or process that runs the transform.
     """
-    out, with_rng = [], takes_rng(transform)
+    (keys, numbers, blank), with_rng = labels, takes_rng(transform)
+    out, errors = list[Sample | None](), dict[int, StreamloaderError]()
     own = resolve_name(f"{tensors}:OwnGenerator")() if tensors else None
-    for sample, key, number in zip(samples, keys, numbers, strict=True):
+    for row, (sample, key, number) in enumerate(zip(samples, keys, numbers, strict=True)):
+        if blank and row in blank:
+            out.append(None)
+            continue
         for_tensors, for_numpy, for_python = seeds_of(key)
         if alone:
             np.random.seed(for_numpy >> 32)
@@ -112,12 +115,17 @@ def apply(
                 result = transform(sample, rng_of(key)) if with_rng else transform(sample)
         except BaseException as error:
             problem = f"the transform raised {type(error).__name__} on sample {number}: {message(error)}"
-            raise TransformError(problem, "fix it, or have it return a default for such samples") from error
+            remedy = "fix it, have it return a default for such samples, or give on_error="
+            if blank is None:
+                raise TransformError(problem, remedy) from error
+            errors[row] = TransformError(problem, remedy)
+            out.append(None)
+            continue
         if not isinstance(result, dict):
             problem = f"the transform returned {type(result).__name__} for sample {number}"
             raise TransformError(problem, "return a dict from field names to values")
         out.append(result)
-    return out
+    return out, errors
 
 
 def collate(
@@ -254,22 +262,18 @@ STACKED_BYTES = 1 << 13
 # How to make a value of an array: () for the array itself, (function, *arguments) for a tensor, whose bytes it has. For
 # the rows of an array the function returns their tensors, stacked.
 Build = tuple[Any, ...]
-# The transformed samples of a part of a batch, pickled, with None for the values that are in memory of the parent; and
-# how to make these, by field.
-Part = tuple[bytes, Mapping[str, Build]]
+# The transformed samples of a part of a batch, pickled, with None for the values that are in memory of the parent; how
+# to make these, by field; and the errors of the transform, by row.
+Part = tuple[bytes, Mapping[str, Build], dict[int, StreamloaderError]]
 Allocate = Callable[[Sequence[tuple[str, tuple[int, ...], str]]], Sequence[NDArray[Any]]]
 
 
 def transform_samples(
-    transform: Transform,
-    columns: Mapping[str, Any],
-    labels: tuple[Sequence[Key], Sequence[int]],
-    tensors: str,
-    allocate: Allocate,
+    transform: Transform, columns: Mapping[str, Any], labels: Labels, tensors: str, allocate: Allocate
 ) -> Part:
     """Return the transformed samples of columns: the function of a worker.
 
-    `labels`: `keys` and `numbers` of `apply`. `allocate` returns memory for the values of fields, each given with its
+    `allocate` returns memory for the values of fields, each given with its
     name, the shape of a value and the dtype.
 
     The transform gets copies: if it changes its arrays and the worker is killed, the others are as before.
@@ -280,10 +284,11 @@ def transform_samples(
         for sample in rows_of(columns, len(labels[1]))
     ]
     with _alone():
-        done = apply(transform, own, *labels, tensors, alone=True)
+        done, errors = apply(transform, own, labels, tensors, alone=True)
+    good = [row for row, sample in enumerate(done) if sample is not None]
     try:
-        large = _large_values(done, reduce)
-        samples = _dump([{**sample, **dict.fromkeys(large)} for sample in done] if large else done, reduce)
+        large = _large_values([sample for sample in done if sample is not None], reduce)
+        samples = _dump([sample and {**sample, **dict.fromkeys(large)} for sample in done] if large else done, reduce)
     except BaseException as error:
         problem = f"the result of the transform for one of {list(labels[1])[:4]}... cannot be sent between processes"
         remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use num_workers=0"
@@ -291,8 +296,12 @@ def transform_samples(
     wanted = [(name, arrays[0].shape, arrays[0].dtype.name) for name, (arrays, _) in large.items()]
     memory = allocate(wanted) if wanted else ()
     for (arrays, _), rows in zip(large.values(), memory, strict=True):
-        np.stack(arrays, out=rows)
-    return samples, {name: build for name, (_, build) in large.items()}
+        if len(good) == len(done):
+            np.stack(arrays, out=rows)
+            continue
+        for row, array in zip(good, arrays, strict=True):
+            rows[row] = array
+    return samples, {name: build for name, (_, build) in large.items()}, errors
 
 
 def _large_values(
@@ -300,7 +309,7 @@ def _large_values(
 ) -> dict[str, tuple[list[NDArray[Any]], Build]]:
     """Return the values of the fields that have large arrays or tensors of one shape and dtype in all samples."""
     found = {}
-    for name in samples[0]:
+    for name in samples[0] if samples else ():
         arrays: list[NDArray[Any]] = []
         kinds = set()
         for sample in samples:
@@ -331,7 +340,7 @@ def _built(array: NDArray[Any], build: Build) -> Any:
 
 def load_parts(
     parts: Sequence[tuple[Part, Mapping[str, NDArray[Any]]]], columns: Mapping[str, NDArray[Any]]
-) -> tuple[list[Sample], dict[str, Any]]:
+) -> tuple[list[Sample | None], dict[str, Any]]:
     """Return the samples of the parts of a batch, and the columns that are complete, for which the samples have None.
 
     Each part is given with the memory of its large values. `columns`: the memory of whole columns, of which that of a
@@ -339,17 +348,18 @@ def load_parts(
     """
     complete = {}
     for name, column in columns.items():
-        found = [(memory[name], builds[name]) for (_, builds), memory in parts if name in builds]
+        found = [(memory[name], builds[name]) for (_, builds, _), memory in parts if name in builds]
         kinds = {(array.shape[1:], array.dtype, build) for array, build in found}
         build = found[0][1] if found else ()
         if len(found) == len(parts) and kinds == {(column.shape[1:], column.dtype, build)}:
             complete[name] = _built(column, build)
-    samples: list[Sample] = []
-    for (data, builds), memory in parts:
+    samples: list[Sample | None] = []
+    for (data, builds, _), memory in parts:
         own = pickle.loads(data)
         for name, build in builds.items():
             for sample, row in zip(own, memory[name], strict=True) if name not in complete else ():
-                sample[name] = _built(row, build)
+                if sample is not None:
+                    sample[name] = _built(row, build)
         samples += own
     return samples, complete
 

@@ -191,6 +191,26 @@ class FieldReader:
                     runs.append(run._replace(picks=samples[first:last], first_row=first_row + first))
         return runs
 
+    def split(self, run: Run) -> list[Run]:
+        """Return a request for each chunk of a run that has a selected sample."""
+        stops = run.start + np.cumsum(run.sizes)
+        runs = []
+        for i, part in enumerate(chunk_rows(run, self.layout.chunk, 0)):
+            at = slice(i, i + 1)
+            one = self.plan_run(run.shard, run.chunk + i, (stops - run.sizes)[at], stops[at], run.crcs[at])
+            if run.picks is not None:
+                low, high = np.searchsorted(run.picks, [one.first_sample, one.first_sample + one.num_samples]).tolist()
+                one = one._replace(picks=run.picks[low:high], first_row=run.first_row + low)
+            runs += [one] * bool(part.size)
+        return runs
+
+    def bad_rows(self, run: Run, start: int, stop: int) -> range:
+        """Return which of the samples [start, stop), counted from 0, a run has; of selected ones those it picks."""
+        first, count = run.first_sample, run.num_samples
+        if run.picks is not None:
+            first, count = run.first_row, len(run.picks)
+        return range(max(first, start) - start, min(first + count, stop) - start)
+
     def fetch(self, reader: RangeReader, run: Run, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries.
 

@@ -20,7 +20,19 @@ from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.batches import OFFSETS
-from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
+from streamloader.options import (
+    ON_BAD_SAMPLE,
+    REMAINDERS,
+    Decode,
+    OnBadSample,
+    Option,
+    Pack,
+    Remainder,
+    Sampling,
+    Shuffle,
+    is_whole,
+    whole,
+)
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
@@ -80,6 +92,9 @@ class Arguments(Option):
     transform: Callable[..., Any] | None
     num_workers: Workers
     memory: int | str | None
+    on_error: OnBadSample
+    max_bad: int | float
+    error_log: str | os.PathLike[str] | None
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -94,6 +109,7 @@ class Arguments(Option):
             raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
         if workers != "auto" and not is_whole(workers, 0):
             raise UsageError(f"num_workers={workers!r}", "give a number of processes, 0 for threads, or 'auto'")
+        self._validate_errors()
         if steps is None:
             return
         whole("steps_per_epoch", steps)
@@ -101,6 +117,19 @@ class Arguments(Option):
             raise UsageError(f"steps_per_epoch={steps} with batch_size=None", "give a batch_size: a step is a batch")
         if self.remainder == "uneven":  # ranks have different numbers of steps
             raise UsageError(f"steps_per_epoch={steps} with remainder='uneven'", "choose 'pad' or 'drop'")
+
+    def _validate_errors(self) -> None:
+        most = self.max_bad
+        if self.on_error not in ON_BAD_SAMPLE:
+            raise UsageError(f"on_error={self.on_error!r:.60}", f"choose one of {', '.join(ON_BAD_SAMPLE)}")
+        if not is_whole(most, 0) and not (isinstance(most, float) and 0 <= most <= 1):
+            raise UsageError(f"max_bad={most!r:.60}", "give a number of samples, or a share from 0.0 to 1.0")
+        if self.on_error == "replace" and self.batch_size is None:
+            remedy = "choose 'mask', or give a batch_size: another sample of the batch takes the place of a bad one"
+            raise UsageError("on_error='replace' with batch_size=None", remedy)
+        if self.error_log is not None and self.on_error == "raise":
+            remedy = "choose on_error='mask' or 'replace', or leave error_log= out"
+            raise UsageError(f"error_log={self.error_log!r} with on_error='raise'", remedy)
 
 
 def read_shuffle(shuffle: object) -> Shuffle:

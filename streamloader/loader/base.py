@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,18 +23,19 @@ from numpy.typing import NDArray
 from streamloader.engine.dataset import Dataset, first_samples, numbers_among_all
 from streamloader.engine.engine import Engine, Pipeline
 from streamloader.engine.executor import choose_workers
-from streamloader.engine.fetcher import PassEnded
+from streamloader.engine.faults import Fault
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
-from streamloader.errors import MixtureError, StateError, UsageError
+from streamloader.errors import MixtureError, PassEndedError, StateError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.loader import arguments
 from streamloader.loader.arguments import Arguments, Source
+from streamloader.loader.bad_samples import BadSamples
 from streamloader.loader.batches import BatchFormat, Columns
 from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
 from streamloader.options import is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
-from streamloader.order.schedule import EpochShare, World
+from streamloader.order.schedule import BatchPlan, EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
 from streamloader.stats import BatchReport, Counters, Stats, quotient
 from streamloader.storage.process import cpu_count, wait_for
@@ -72,6 +76,9 @@ def check_guarded() -> None:
         raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
 
 
+Step = tuple[BatchPlan, Mapping[int, Fault]]  # a step that was delivered, with its bad samples by row
+
+
 class Pass(Iterator[Columns]):
     """Yields batches or samples of a loader. Deleting the pass ends its threads.
 
@@ -83,7 +90,8 @@ class Pass(Iterator[Columns]):
         self._lock = threading.RLock()
         self._format, self._left = loader._format, left
         self._reported = time.perf_counter()
-        self._waiting: deque[tuple[Columns, int]] = deque()  # with the samples that are still to be reported
+        # with the samples that are still to be reported, and the step whose bad samples are still to be counted
+        self._waiting: deque[tuple[Columns, int, Step | None]] = deque()
         self._loader = loader if advances else None
         self._begin(loader, begin)
 
@@ -115,7 +123,7 @@ class Pass(Iterator[Columns]):
             raise StopIteration
         pipeline = self._pipeline
         if pipeline is None:
-            raise PassEnded
+            raise PassEndedError
         asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
         if waiting:
             pipeline.check_process()  # as `next` does
@@ -124,10 +132,11 @@ class Pass(Iterator[Columns]):
             if made is None:
                 pipeline, made = self._begin_following()
             waiting.extend(self._converted(made))
-        batch, unreported = waiting[0]
-        if unreported:
-            waiting[0] = batch, 0
+        batch, unreported, step = waiting[0]
+        if unreported or step is not None:
+            waiting[0] = batch, 0, None
             self._report(unreported, asked)
+            self._count_bad(step)
         cursor = tuple.__new__(Cursor, (*self._cursor[:-1], self._cursor.steps + 1))  # a quarter of `_replace`'s time
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
         if len(waiting) == 1 and cursor.steps >= self._last_step:
@@ -168,19 +177,22 @@ class Pass(Iterator[Columns]):
         if pipeline is not None:
             pipeline.close()
 
-    def _converted(self, batch: Batch) -> list[tuple[dict[str, Any], int]]:
+    def _converted(self, batch: Batch) -> Iterable[tuple[dict[str, Any], int, Step | None]]:
+        steps = self._steps_of(batch)
         try:
             if not self._format.samples:
-                return [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in split_steps(batch)]
-            samples = self._format.each_sample(batch)
-            return [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
+                made = [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in split_steps(batch)]
+            else:
+                samples = self._format.each_sample(batch)
+                made = [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
+            return [(*each, step) for each, step in zip(made, steps, strict=False)]
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
             raise
 
     def _report(self, samples: int, asked: float) -> None:
         loader, cursor = self._loader, self._cursor
-        if loader is None or loader._options.on_batch is None:
+        if not samples or loader is None or loader._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
         share, epoch = cursor.share, cursor.start.epoch
@@ -194,6 +206,30 @@ class Pass(Iterator[Columns]):
                 worker=loader._worker[0],
             )
         )
+
+    def _steps_of(self, batch: Batch) -> Iterable[Step | None]:
+        """Return the plan of each step with its bad samples by row; None each if bad samples end the pass."""
+        if self._loader is None or not self._loader._config.tolerant:
+            return repeat(None)
+        faults: dict[int, dict[int, Fault]] = {}
+        for row, fault in batch.faults.items():
+            number, row_of_step = divmod(row, batch.plan.step_rows)
+            faults.setdefault(number, {})[row_of_step] = fault
+        return [(plan, faults.get(number, {})) for number, plan in enumerate(batch.plan.steps())]
+
+    def _count_bad(self, step: Step | None) -> None:
+        """Count and log the bad samples of a step. Raises `BadSamplesError` if they are too many, and ends the pass."""
+        loader, cursor = self._loader, self._cursor
+        if step is None or loader is None:
+            return
+        plan, faults = step
+        rows = loader._bad.count(plan, faults, cursor.share.num_samples)
+        if rows:
+            try:
+                loader._log_bad(plan, cursor, {row: faults[row] for row in rows})
+            except BaseException:
+                self.end()
+                raise
 
     def _complete(self) -> None:
         if self._loader is not None:
@@ -225,7 +261,9 @@ class Loader:
         self._options = replace(given, skip_steps=None, fields=None, world=None)
         self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if given.world is None else self._resolve_world(given.world)
-        columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
+        tolerant = given.on_error != "raise"
+        columns = ("index",) * given.with_index + ("valid",) * (tolerant or given.remainder == "pad")
+        columns += {"raise": (), "mask": ("error",), "replace": ("replaced",)}[given.on_error]
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._open_dataset = partial(
             arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False
@@ -235,8 +273,10 @@ class Loader:
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
         self._config = LoaderConfig(
-            decoders, packs, given.transform, given.num_workers, given.num_workers != "auto", memory
+            decoders, packs, given.transform, given.num_workers, given.num_workers != "auto", memory, given.on_error
         )
+        log = None if given.error_log is None else os.fspath(given.error_log)
+        self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
         identities = self._identities(self._datasets)
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
@@ -252,7 +292,7 @@ class Loader:
         self._format = BatchFormat(
             samples=given.batch_size is None,
             with_index=given.with_index,
-            with_valid=given.remainder == "pad",
+            with_valid=tolerant or given.remainder == "pad",
             firsts=first_samples(self._datasets, selected=False) if mixture else (),
             indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
@@ -486,6 +526,7 @@ class Loader:
     def close(self) -> None:
         """End the current pass and its threads."""
         self._end_pass()
+        self._bad.close()
         if self._cached_engine is not None and self._cached_engine.owner.here:
             self._cached_engine.close()
 
@@ -493,6 +534,23 @@ class Loader:
         """Pickle for workers. Resolves the rank, since a spawned worker cannot ask torch.distributed."""
         self._check_caller()  # a spawned worker does not see which loader splits its batches
         return self.__dict__ | {"_pass": None, "_paused": None, "_cached_engine": None, "_world": self._rank}
+
+    def _log_bad(self, plan: BatchPlan, cursor: Cursor, faults: Mapping[int, Fault]) -> None:
+        """Log the bad samples of a step by row. Raises `BadSamplesError` if there are too many."""
+        rank, firsts, lines = self._rank.rank, first_samples(self._datasets, selected=False), []
+        step = cursor.position // cursor.share.global_batch
+        for row, (number, name, error) in faults.items():
+            at = bisect_right(firsts, number) - 1
+            dataset, sample = self._datasets[at], number - firsts[at]
+            where = {"epoch": plan.epoch, "step": step, "rank": rank, "position": int(plan.positions[row])}
+            source = {"source": dataset.store.url} if len(firsts) > 1 else {}
+            stored = dataset.object_of(name, sample) if name else None
+            lines.append(
+                {**where, **source, "sample": sample, "field": name or None, "error": str(error), "object": stored}
+            )
+        self._engine().counters.add(bad_samples=len(lines))
+        self._bad.write(f"{plan.epoch:06}-{step:08}-{cursor.share.world.rank:05}.jsonl", lines)
+        self._bad.check(faults[max(faults)], rank)
 
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""

@@ -57,7 +57,7 @@ class BatchFormat(NamedTuple):
         """Return the samples of a batch: columns without the batch axis, and elements of lists."""
         columns, plan = batch.columns, batch.plan
         if batch.singles is not None:
-            others, alone = self.batch({}, plan), BatchFormat(True, False, False, convert=self.convert)
+            others, alone = self.batch(columns, plan), BatchFormat(True, False, False, convert=self.convert)
             return [
                 {name: column[0] for name, column in alone.batch(single, plan).items()}
                 | {name: column[i] for name, column in others.items()}

@@ -23,7 +23,7 @@ from streamloader.loader.arguments import (
     WhereChoice,
 )
 from streamloader.loader.base import Loader
-from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole
+from streamloader.options import Channels, Normalize, OnBadSample, Patch, Remainder, Shuffle, Window, is_whole, whole
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.stats import BatchReport
 
@@ -65,6 +65,9 @@ class NumpyDataset(Loader):
         world: Any = None,
         memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
+        on_error: OnBadSample = "raise",
+        max_bad: int | float = 0.01,
+        error_log: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,
@@ -219,6 +222,9 @@ class NumpyMixture(Loader):
         world: Any = None,
         memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
+        on_error: OnBadSample = "raise",
+        max_bad: int | float = 0.01,
+        error_log: str | os.PathLike[str] | None = None,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

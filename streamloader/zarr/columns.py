@@ -356,6 +356,27 @@ class RegionReader:
             found += [ArrayRun(*run[:4], member, region, start, stop - start) for run in runs]
         return found or [ArrayRun("", 0, 0, (), first_sample=start, num_samples=stop - start)]
 
+    def bad_rows(self, run: ArrayRun, start: int, stop: int) -> list[int]:
+        """Return which of the samples [start, stop), counted from 0, may have elements of the chunks of a run."""
+        bad = {chunk.place for chunk in run.chunks}
+        rows = []
+        for sample in range(start, stop):
+            boxes = (boxes for _, member, boxes in self.boxes(sample, sample + 1) if member == run.member)
+            if any(place in bad for each in boxes for place in self.arrays[run.member].places(each)):
+                rows.append(sample - start)
+        return rows
+
+    def split(self, run: ArrayRun) -> list[ArrayRun]:
+        """Return a request for each chunk of a run."""
+        return [
+            run._replace(
+                start=run.start + max(0, chunk.start),
+                stop=run.start + max(0, chunk.stop),
+                chunks=(chunk._replace(start=min(chunk.start, 0), stop=chunk.stop - max(0, chunk.start)),),
+            )
+            for chunk in run.chunks
+        ]
+
     @cached_property
     def extent(self) -> tuple[Bound, Bound]:
         """The bounds of all elements that samples read."""
