@@ -42,7 +42,7 @@ def test_streaming_dataset_takes_what_was_promised():
         **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
         **{"sample_axis": None, "windows": None, "patches": None, "channels": None, "decode_cf": True, "strict": None},
         **{"normalize": None, "version": None, "zarr_format": None, "exclude": None},
-        **{"on_error": "raise", "max_bad": 0.01, "error_log": None},
+        **{"on_error": "raise", "max_bad": 0.01, "error_log": None, "stall_seconds": 120.0},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]

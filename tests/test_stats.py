@@ -1,11 +1,17 @@
 """What limits training, in words: laws on made-up stats, and real runs that each have one clear limit."""
 
 import dataclasses
+import logging
 import os
 import pickle
+import re
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -302,3 +308,68 @@ def test_each_dataloader_worker_reports_its_own_batches(vectors, tmp_path):
     for number in range(2):
         assert [step for _, worker, step in lines if worker == number] == list(range(11))
     assert os.getpid() not in {pid for pid, _, _ in lines}
+
+
+class Waiting:
+    """A transform that waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        self.goes_on.wait()
+        return sample
+
+
+class Noted(logging.Handler):
+    """Has the messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: SimpleQueue[str] = SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.put(record.getMessage())
+
+
+@contextmanager
+def first_message(dataset: Any, go_on: Callable[[], object]) -> Iterator[str]:
+    """What is logged while the first batch is awaited, until it may go on; there must be one message."""
+    noted, logger = Noted(), logging.getLogger("streamloader")
+    logger.addHandler(noted)
+    thread = threading.Thread(target=lambda: list(dataset))
+    thread.start()
+    try:
+        yield noted.messages.get(timeout=60)
+        for _ in range(3):
+            dataset._engine().core.check_waiting()
+        assert noted.messages.empty()
+    finally:
+        go_on()
+        thread.join()
+        logger.removeHandler(noted)
+
+
+def test_a_wait_of_stall_seconds_for_a_transform_is_logged_once(data):
+    transform = Waiting()
+    options = {"fields": ["label"], "num_workers": 0, "transform": transform, "world": (1, 2), "batch_size": 16}
+    with first_message(sl.NumpyDataset(data(N, "label"), stall_seconds=0.2, **options), transform.goes_on.set) as text:
+        assert re.match(
+            r"rank 1 has waited for a batch for \d+ s: samples \d+, \d+, \d+, ... are being transformed", text
+        )
+
+
+def test_a_wait_of_stall_seconds_for_a_store_names_the_request_that_it_waits_for(vectors):
+    with folder_server(vectors) as server:
+        server.behave = "stall"
+        options = {"fields": ["x"], "num_workers": 0, "shuffle": False, "batch_size": 16}
+        with first_message(sl.NumpyDataset(server.url, stall_seconds=0.2, **options), server.released.set) as text:
+            asked = r"field 'x': the request for bytes \d+ of http://\S+/x/c/0/0 was sent \d+ s ago"
+            assert re.match(rf"rank 0 has waited for a batch for \d+ s: samples 0 to \d+ are read \({asked}", text)
+            assert re.search(r"; \d+ requests are in flight of \d+ that may be", text)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "1"])
+def test_stall_seconds_are_above_0(seconds, vectors):
+    with pytest.raises(UsageError, match="stall_seconds"):
+        stream(vectors, stall_seconds=seconds)

@@ -12,6 +12,8 @@ the threads too; after a complete one, those of an endless engine continue with 
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
 import threading
 import time
@@ -338,6 +340,7 @@ class Pipeline:
             raise EngineError("this pass ended with an error, which was raised before", "fix it, and iterate again")
         self.check_process()
         asked = time.perf_counter()
+        self._core.asked = asked
         try:
             self._next = batch = self._next or self._core.next_ready()
             if batch is None:
@@ -368,12 +371,12 @@ class Pipeline:
         if not batch.copied.is_set():
             with core.counters.timed("gather_seconds"):
                 while not batch.copied.wait(SIGNAL_SECONDS):
-                    core.check_open()
+                    core.check_waiting(batch)
         if not batch.finished.is_set():
             name = "transform_wait_seconds" if core.stages.transforms else "decode_wait_seconds"
             with core.counters.timed(name):
                 while not batch.finished.wait(SIGNAL_SECONDS):
-                    core.check_open()
+                    core.check_waiting(batch)
         # the traceback's frames hold the batch, so a batch that holds the error would form a cycle
         error, batch.error = batch.error, None
         if error is not None:
@@ -409,6 +412,7 @@ class Assembler:
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
         self._permits = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
         self._taken = 0  # permits of the last batch returned; asking for the next one releases them
+        self.asked = math.inf  # when the consumer began to wait; infinity once it was reported
         self._closed = False
         self._ended = threading.Event()
 
@@ -506,7 +510,7 @@ class Assembler:
         if self._taken:
             self._permits.release(self._taken)
             self._taken = 0
-        batch = take(self._ready)
+        batch = take(self._ready, self.check_waiting)
         self.check_open()
         if isinstance(batch, StreamloaderError):
             try:
@@ -520,6 +524,22 @@ class Assembler:
         """Raise `EngineError` once closed: no more batches are finished."""
         if self._closed:
             raise PassEndedError
+
+    def check_waiting(self, batch: Batch | None = None) -> None:
+        """Raise `EngineError` once closed. Report a wait of `stall_seconds` for a batch, once."""
+        self.check_open()
+        seconds = time.perf_counter() - self.asked
+        if seconds < self.stages.stall_seconds:
+            return
+        self.asked = math.inf
+        if batch is None:
+            where = f"{self._fetcher.describe()}; {len(self._planned)} batches are planned"
+            where += f", {len(self._copying)} are being copied" if self._copying else ""
+        else:
+            where = self.stages.describe(batch)
+        outages = "".join(f"; {outage}" for outage in self.counters.outages() if outage)
+        text = "rank %d has waited for a batch for %.0f s: %s%s"
+        logging.getLogger("streamloader").warning(text, self.stages.rank, seconds, where, outages)
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no batch; the consumer's thread raises it."""

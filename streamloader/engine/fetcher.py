@@ -275,6 +275,24 @@ class Fetcher:
                 self._memory.complete(ticket, held)
             return error
 
+    def describe(self) -> str:
+        """Return what a batch waits for, and the requests, in words."""
+        with self._changed:
+            now, block = time.perf_counter(), self._blocks.get(self._awaited)
+            pieces = [piece for piece in self._pieces if block is not None and piece.block is block]
+            queued, limit = len(self._pending), self.pace.limit
+            text = f"{self._in_flight} requests are in flight of {limit} that may be, {queued} wait for these"
+            text += f", {waiting} for memory" if (waiting := self.ledger.waiting) else ""
+        if block is None:
+            return f"no block is awaited; {text}"
+        parts = []
+        for piece in pieces:
+            sent = "is decoded, or was not sent" if piece.sent == NEVER else f"was sent {now - piece.sent:.0f} s ago"
+            where = f"{piece.block.dataset.store.url}/{piece.run.path}"
+            parts.append(f"field {piece.field.name!r}: the request for bytes {piece.run.start} of {where} {sent}")
+        first, stop = block.ref.start, block.ref.stop
+        return f"samples {first} to {stop - 1} are read ({'; '.join(parts[:3]) or 'chunk tables'}); {text}"
+
     def release(self, ticket: int) -> None:
         """Release a block that was in use."""
         with self._changed:  # threads that wait for memory iterate over the blocks

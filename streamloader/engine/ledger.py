@@ -47,6 +47,11 @@ class Ledger:
         """Raise `MemoryBudgetError` if a block of this size does not fit in addition to those in use."""
         self._budget.check(self.needed + size)
 
+    @property
+    def waiting(self) -> int:
+        """The number of reservations that do not fit yet."""
+        return len(self._waiting)
+
     def open(self, ticket: int, expected: int) -> None:
         """Count a block that begins to load."""
         self._held[ticket], self._loading[ticket] = 0, expected

@@ -179,8 +179,8 @@ class LoaderConfig:
 
     `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `workers` processes do the work, threads
     if 0. `spawns`: they may import the script of this process for its transform; otherwise such a transform runs in a
-    thread. `on_error`: what takes the place of bad samples, see `faults.py`. `tensors`: the module that handles tensors
-    which a transform returns, see `transform.py`.
+    thread. `on_error`: what takes the place of bad samples, see `faults.py`. `stall_seconds`: a wait for a batch that
+    is logged. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -190,7 +190,9 @@ class LoaderConfig:
     spawns: bool = True
     memory: int | None = None
     on_error: OnBadSample = "raise"
+    stall_seconds: float = math.inf
     ranks_here: int = 1
+    rank: int = 0
     tensors: str = ""
 
     @property
@@ -237,6 +239,7 @@ class Stages:
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
         self.transforms = config.transform is not None
+        self.stall_seconds, self.rank = config.stall_seconds, config.rank
         self._stack_tensors = resolve_name(f"{config.tensors}:stack_tensors") if config.tensors else None
         # whether the images of a batch are one array, so that they must have one size, and not a list of arrays
         self._stacks_images = batched and not self.transforms
@@ -292,6 +295,14 @@ class Stages:
         for item, sample in zip(items, plan.samples.tolist(), strict=True):
             with suppress(*tolerated):
                 yield item, decoder.measure(item, sample)
+
+    def describe(self, batch: Batch) -> str:
+        """Return what an unfinished batch waits for, in words."""
+        samples, workers = ", ".join(map(str, batch.plan.samples[:3].tolist())), self._executor.workers
+        works = "decoded or transformed" if self.decodes and self.transforms else "transformed"
+        works = works if self.transforms else "decoded"
+        state = works if batch.copied.is_set() else "copied"
+        return f"samples {samples}, ... are being {state} by {f'{workers} workers' if workers else 'threads'}"
 
     def start(self, batch: Batch) -> None:
         """Make the columns of the batch, and submit it to the stages, the last of which finishes it.

@@ -95,6 +95,7 @@ class Arguments(Option):
     on_error: OnBadSample
     max_bad: int | float
     error_log: str | os.PathLike[str] | None
+    stall_seconds: float
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -119,7 +120,9 @@ class Arguments(Option):
             raise UsageError(f"steps_per_epoch={steps} with remainder='uneven'", "choose 'pad' or 'drop'")
 
     def _validate_errors(self) -> None:
-        most = self.max_bad
+        most, seconds = self.max_bad, self.stall_seconds
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise UsageError(f"stall_seconds={seconds!r:.60}", "give seconds above 0, or math.inf for no message")
         if self.on_error not in ON_BAD_SAMPLE:
             raise UsageError(f"on_error={self.on_error!r:.60}", f"choose one of {', '.join(ON_BAD_SAMPLE)}")
         if not is_whole(most, 0) and not (isinstance(most, float) and 0 <= most <= 1):

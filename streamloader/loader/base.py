@@ -273,7 +273,14 @@ class Loader:
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
         self._config = LoaderConfig(
-            decoders, packs, given.transform, given.num_workers, given.num_workers != "auto", memory, given.on_error
+            decoders=decoders,
+            packs=packs,
+            transform=given.transform,
+            workers=given.num_workers,
+            spawns=given.num_workers != "auto",
+            memory=memory,
+            on_error=given.on_error,
+            stall_seconds=given.stall_seconds,
         )
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
@@ -576,7 +583,7 @@ class Loader:
             return engine
         if engine is not None and engine.owner.here:
             engine.close()
-        config = replace(config, ranks_here=ranks_here, tensors=self._tensors, workers=workers)
+        config = replace(config, ranks_here=ranks_here, rank=self._rank.rank, tensors=self._tensors, workers=workers)
         self._cached_engine = engine = Engine(list(map(replace, self._datasets)), config, counters)
         counters.note(cores=workers or cores, workers=workers)
         counters.workers_reason = reason

@@ -68,6 +68,7 @@ class NumpyDataset(Loader):
         on_error: OnBadSample = "raise",
         max_bad: int | float = 0.01,
         error_log: str | os.PathLike[str] | None = None,
+        stall_seconds: float = 120.0,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,
@@ -225,6 +226,7 @@ class NumpyMixture(Loader):
         on_error: OnBadSample = "raise",
         max_bad: int | float = 0.01,
         error_log: str | os.PathLike[str] | None = None,
+        stall_seconds: float = 120.0,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

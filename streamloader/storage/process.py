@@ -229,11 +229,12 @@ def wait_for(wait: Callable[[float], bool]) -> None:
         pass
 
 
-def take(queue: SimpleQueue[Item]) -> Item:
-    """Wait for the next item of a queue and return it; Ctrl-C ends the wait."""
+def take(queue: SimpleQueue[Item], waiting: Callable[[], object] = bool) -> Item:
+    """Wait for the next item of a queue and return it; Ctrl-C ends the wait, and calls `waiting` now and then."""
     while True:
         with suppress(Empty):
             return queue.get(timeout=SIGNAL_SECONDS)
+        waiting()
 
 
 def in_thread(work: Callable[[], Result], name: str = "streamloader-io") -> Future[Result]:
