@@ -362,8 +362,13 @@ def test_a_wait_of_stall_seconds_for_a_transform_is_logged_once(data):
 def test_a_wait_of_stall_seconds_for_a_store_names_the_request_that_it_waits_for(vectors):
     with folder_server(vectors) as server:
         server.behave = "stall"
+
+        def go_on() -> None:
+            server.behave = ""
+            server.released.set()
+
         options = {"fields": ["x"], "num_workers": 0, "shuffle": False, "batch_size": 16}
-        with first_message(sl.NumpyDataset(server.url, stall_seconds=0.2, **options), server.released.set) as text:
+        with first_message(sl.NumpyDataset(server.url, stall_seconds=0.2, **options), go_on) as text:
             asked = r"field 'x': the request for bytes \d+ of http://\S+/x/c/0/0 was sent \d+ s ago"
             assert re.match(rf"rank 0 has waited for a batch for \d+ s: samples 0 to \d+ are read \({asked}", text)
             assert re.search(r"; \d+ requests are in flight of \d+ that may be", text)

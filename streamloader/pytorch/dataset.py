@@ -82,6 +82,10 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes that this rank's loader may use, excluding Python and torch, also as "2GiB"; default the window's
     need. `version`: the version of a dataset that was appended to, default the last; a state resumes on its own.
+    `on_error`: "raise"; or what takes the place of a sample that is damaged or undecodable, or for which the transform
+    raises: "mask": zeros, False in `valid` and True in `error`; "replace": another sample of the batch, True in
+    `replaced`. `max_bad`: how many samples may be bad, a number or a share. `error_log`: a file, or the URL of a
+    folder, that gets a line of JSON for each. `stall_seconds`: a longer wait for a batch is logged, with its cause.
     `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
     `storage_options`: passed to fsspec.
 
