@@ -6,6 +6,8 @@ Tests use it as the oracle. `python tests/reference_order.py` writes formats/str
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from math import floor, frexp
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,61 @@ def repeated(position: int, num_samples: int, step: int) -> int:
     return position % num_samples if num_samples < step else position - step
 
 
+@dataclass(frozen=True)
+class Weighted:
+    """What pins the draws of an epoch: weights of samples, or of classes if there is the class of each sample."""
+
+    name: str
+    weights: tuple[float, ...]
+    classes: tuple[int, ...] | None = None
+    replacement: bool = True
+    seed: int = 0
+    epoch: int = 0
+
+
+def whole(weights: tuple[float, ...]) -> list[int]:
+    """Rule 11: weights as integers."""
+    exponent = frexp(max(weights))[1]
+    exact = [Fraction(weight) for weight in weights]
+    total = len(weights) + sum(floor(weight * Fraction(2) ** (31 - exponent)) for weight in exact)
+    return [round(weight * Fraction(2) ** (78 - exponent - total.bit_length())) for weight in exact]
+
+
+def num_draws(case: Weighted) -> int:
+    """Rule 11: N."""
+    a = whole(case.weights)
+    if case.classes is None:
+        return len(a) if case.replacement else sum(a) // max(a)
+    sizes = [case.classes.count(c) for c in range(len(a))]
+    least = min(sizes[c] * sum(a) // a[c] for c in range(len(a)) if a[c])
+    return len(case.classes) if case.replacement else least
+
+
+def draws(case: Weighted) -> list[int]:
+    """Rule 11: the samples of an epoch, ascending, as often as they come."""
+    n = len(case.classes or case.weights)
+    text = b"streamloader/weights/1" + case.seed.to_bytes(8, "little") + n.to_bytes(8, "little")
+    digest = hashlib.sha512(text).digest()
+    permutation, offset = (int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(2))
+    line = [permuted(j, n, permutation) for j in range(n)]
+    a, length = whole(case.weights), 2**24 * num_draws(case)
+    lies = {}
+    if case.classes is None:
+        for place, i in enumerate(line):
+            before = sum(a[other] for other in line[:place])
+            lies[i] = (length * before // sum(a), length * (before + a[i]) // sum(a))
+    for c in range(len(a)) if case.classes else ():
+        start, stop = (length * sum(a[:end]) // sum(a) for end in (c, c + 1))
+        members = [i for i in line if case.classes and case.classes[i] == c]
+        for r, i in enumerate(members):
+            lies[i] = tuple(start + (stop - start) * end // len(members) for end in (r, r + 1))
+    point = (offset + case.epoch * 0x9E3779) % 2**24
+    out: list[int] = []
+    for i, (begin, end) in sorted(lies.items()):
+        out += [i] * ((end + point) // 2**24 - (begin + point) // 2**24)
+    return out
+
+
 CASES = [
     Case("empty", 0, 4, 2, 8),
     Case("one sample", 1, 4, 2, 8, seed=3),
@@ -156,6 +213,19 @@ SHARES = [  # case, batch, ranks, remainder, first position
     ("no shuffle", 3, 2, "uneven", 1),
 ]
 
+CLASSES = (0, 1, 1, -1, 0, 0, 0, 2, 0, 1, 0, 0, 3, 0, 2, 0, 1, 0, 0, 0, 0, 0, 2, 0)
+WEIGHTED = [
+    Weighted("weights of samples", (0.5, 1, 3, 0, 0.25, 7, 1, 1, 1, 2), seed=1),
+    Weighted("weights of samples, next epoch", (0.5, 1, 3, 0, 0.25, 7, 1, 1, 1, 2), seed=1, epoch=1),
+    Weighted("weights of samples without replacement", (3, 1, 2, 0.1, 3, 3, 1e-9, 2), replacement=False, seed=2),
+    Weighted("one sample has all the weight", (0, 1, 0), seed=2**64 - 1, epoch=2**40),
+    Weighted("equal weights", (1,) * 9),
+    Weighted("balanced classes", (1, 1, 1, 0), CLASSES, seed=5),
+    Weighted("balanced classes, next epoch", (1, 1, 1, 0), CLASSES, seed=5, epoch=1),
+    Weighted("classes without replacement", (2, 1, 1, 0), CLASSES, replacement=False, seed=6, epoch=3),
+    Weighted("shares that are no fractions of two", (0.7, 0.2, 0.1, 0.4), CLASSES, seed=7),
+]
+
 
 def sha256(numbers: list[int]) -> str:
     """Of the numbers as u64, little-endian."""
@@ -181,10 +251,12 @@ def document() -> dict[str, Any]:
             {"order": name, "batch": batch, "ranks": ranks, "remainder": remainder, "position": start}
             | {"positions": positions, "samples": taken}
         )
+    drawn = [{**asdict(case), "draws": draws(case)} for case in WEIGHTED]
     return {
         "about": "Golden orders of order version 1, made by tests/reference_order.py. keys: w[0..7] in hexadecimal. "
         "samples: the sample at each global position. shares: positions and samples by step, rank and row; a position "
-        "of num_samples or more is a padded row. Integers may exceed 2^53.",
+        "of num_samples or more is a padded row. weights: the samples that an epoch draws by weights, ascending. "
+        "Integers may exceed 2^53.",
         "version": 1,
         "mix": [[f"{x:016x}", f"{mix(x):016x}"] for x in (0, 1, 0x9E3779B97F4A7C15, U64 - 1)],
         "blocks": [
@@ -193,6 +265,7 @@ def document() -> dict[str, Any]:
         ],
         "orders": orders,
         "shares": shares,
+        "weights": drawn,
     }
 
 

@@ -375,27 +375,29 @@ def _numeric(column: Any) -> bool:
     return isinstance(column, np.ndarray) and column.dtype.kind not in "OSTU"
 
 
-class _QuotedNames(ast.NodeTransformer):
-    """Makes names of the texts that are no values: those that no name is compared with, and outside comparisons."""
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+def _name_texts(node: ast.AST) -> ast.AST:
+    """Make names of the texts that are no values: those that no name is compared with, and outside comparisons."""
+    if isinstance(node, ast.Constant):
         return ast.copy_location(ast.Name(node.value), node) if isinstance(node.value, str) else node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+    values: list[object] = []
+    if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
-        texts = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, str)]
-        texts = [] if any(isinstance(side, ast.Name) for side in sides) else texts
-        node.left, *node.comparators = (
-            side if isinstance(side, ast.Constant) and side not in texts[:1] else self.visit(side) for side in sides
-        )
-        return node
-
-    def visit(self, node: ast.AST) -> Any:
-        return node if isinstance(node, ast.Tuple | ast.List | ast.Set) else super().visit(node)
+        values += [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, str)]
+        if not any(isinstance(side, ast.Name) for side in sides):
+            del values[:1]
+    for name, child in () if isinstance(node, ast.Tuple | ast.List | ast.Set) else ast.iter_fields(node):
+        if isinstance(child, list):
+            child[:] = [
+                _name_texts(each) if isinstance(each, ast.AST) and each not in values else each for each in child
+            ]
+        elif isinstance(child, ast.AST) and child not in values:
+            setattr(node, name, _name_texts(child))
+    return node
 
 
 def _parse(text: str) -> ast.expr:
-    tree: ast.expr = _QuotedNames().visit(ast.parse(text.strip(), mode="eval").body)
+    tree = _name_texts(ast.parse(text.strip(), mode="eval").body)
+    assert isinstance(tree, ast.expr)
     return tree
 
 
