@@ -282,7 +282,7 @@ print(sorted(heavy & set(sys.modules)), threading.active_count(), len(os.listdir
 sl.open, sl.Dataset, sl.Writer, sl.Field, sl.convert, sl.Stats
 print('torch' in sys.modules)
 next(iter(sl.StreamingDataset(sys.argv[1], batch_size=8)))
-rare = ['order.mixture', 'order.selection', 'images.decode', 'storage.s3', 'storage.object_store']
+rare = ['order.mixture', 'order.selection', 'format.conditions', 'images.decode', 'storage.s3', 'storage.object_store']
 print('torch' in sys.modules, [name for name in rare if f'streamloader.{name}' in sys.modules])
 """
 

@@ -19,10 +19,11 @@ from bench.shuffles.quality import _variance_ratio
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import SelectionError, StateError
 from streamloader.format.codecs import pack_items, parse_items
+from streamloader.format.conditions import MAX_CHARACTERS, Condition
 from streamloader.format.reader import ChunkRows, select_items
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Layout, Shuffle
-from streamloader.order.selection import MAX_CHARACTERS, Condition, select
+from streamloader.order.selection import select
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.storage.buffers import empty_buffer
 

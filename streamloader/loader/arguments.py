@@ -7,18 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
-from streamloader.errors import BatchError, FieldError, FormatError, NotFoundError, SelectionError, UsageError
+from streamloader.errors import BatchError, FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
-from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
     ON_BAD_SAMPLE,
@@ -44,7 +43,7 @@ from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
-    from streamloader.order.selection import Condition, Selection
+    from streamloader.order.selection import Selection
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
@@ -160,7 +159,7 @@ def open_dataset(
     """
     where: Any = source.where
     if isinstance(where, str):  # parsed before anything is opened
-        from streamloader.order.selection import Condition
+        from streamloader.format.conditions import Condition
 
         where = Condition.parse(where)
     if source.used:
@@ -353,7 +352,7 @@ def check_share(share: EpochShare) -> None:
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
 
 
-# A condition is evaluated in pieces of this many bytes of columns and intermediate results.
+# The numbers of samples are handled in pieces of this many bytes.
 PIECE_BYTES = 32 << 20
 
 
@@ -366,22 +365,13 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     """
     if where is None:
         return None
-    from streamloader.order.selection import Condition, check_some, select
+    from streamloader.format.conditions import Condition, matching_samples
+    from streamloader.order.selection import check_fits, check_some, select
 
     if not isinstance(where, Condition):
         return select(where, manifest.num_samples, memory)
-    kinds = {name: layout.field for name, layout in manifest.fields.items()}
-    texts = [name for name, field in kinds.items() if field.kind == "text"]
-    usable = [name for name, field in kinds.items() if field.fixed and not field.shape] + texts
-    for name in sorted(where.fields - set(usable)):
-        description = f"is {kinds[name]}" if name in kinds else "is not a field"
-        is_class = any(name in classes for classes in manifest.classes.values())
-        remedy = f"fields with a number or text per sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
-        problem = f"where={where.text!r} uses {name!r}, which {description}"
-        raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
-    where = where.with_values(manifest.classes, texts, time_labels(manifest))
-    readers = {name: FieldReader(store, manifest, name) for name in where.fields}
-    return check_some(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
+    check = partial(check_fits, memory=memory)
+    return check_some(matching_samples(where, store, manifest, time_labels(manifest), check), manifest.num_samples)
 
 
 def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Selection | None:
@@ -393,7 +383,8 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
     choice: Any = source.exclude
     if choice is None:
         return selection
-    from streamloader.order.selection import exclude, parse_lines, read_numbers
+    from streamloader.format.conditions import parse_lines
+    from streamloader.order.selection import exclude, read_numbers
 
     if isinstance(choice, str | os.PathLike):
         folder, name = open_beside(store, choice)
@@ -404,32 +395,6 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
         read = (parse_lines(folder.get(n), f"{folder.url}/{n}", num_samples, own) for n in names)
         choice = np.concatenate(list(read))
     return exclude(selection, read_numbers(choice, num_samples), num_samples)
-
-
-def _matching(
-    where: Condition, readers: Mapping[str, FieldReader], count: int, memory: int | None
-) -> NDArray[np.int64]:
-    """Return the numbers of the samples that match. Keeps one bit per sample until their count is known."""
-    from streamloader.order.selection import check_fits
-
-    # a column as stored, with 64 bits, and intermediate results
-    sizes = {name: reader.layout.nbytes // max(1, count) + 8 for name, reader in readers.items()}
-    sample_bytes = sum(size + (0 if readers[name].layout.field.fixed else 64) for name, size in sizes.items()) + 16
-    piece = max(1, PIECE_BYTES // sample_bytes)
-    bits, total = [], 0
-    for start in range(0, count, piece):
-        stop = min(start + piece, count)
-        mask = where.mask(read_columns(readers, start, stop))
-        bits.append(np.packbits(mask))
-        total += int(np.count_nonzero(mask))
-    check_fits(total, memory)
-    samples = np.empty(total, np.int64)
-    total = 0
-    for start, packed in zip(range(0, count, piece), bits, strict=True):
-        matches = np.flatnonzero(np.unpackbits(packed, count=min(piece, count - start)))
-        np.add(matches, start, out=samples[total : total + matches.size])
-        total += matches.size
-    return samples
 
 
 def choose_packs(

@@ -43,7 +43,7 @@ from streamloader.zarr.metadata import POSITIONAL, SPARSE, ZarrGroup, read_group
 from streamloader.zarr.reader import ArrayReader, find_index, parse_channel
 
 if TYPE_CHECKING:
-    from streamloader.order.selection import Condition
+    from streamloader.format.conditions import Condition
 
 Ints = NDArray[np.int64]
 # The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
