@@ -41,7 +41,14 @@ def test_streaming_dataset_takes_what_was_promised():
         **{"transform": None, "num_workers": "auto", "with_index": False, "world": None, "memory": None},
         **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
         **{"sample_axis": None, "windows": None, "patches": None, "channels": None, "decode_cf": True, "strict": None},
-        **{"normalize": None, "version": None, "zarr_format": None, "exclude": None},
+        **{
+            "normalize": None,
+            "version": None,
+            "zarr_format": None,
+            "exclude": None,
+            "weights": None,
+            "replacement": True,
+        },
         **{"on_error": "raise", "max_bad": 0.01, "error_log": None, "stall_seconds": 120.0},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]

@@ -64,7 +64,8 @@ def test_any_range_and_any_choice_of_samples_read_as_they_were_written(fields, c
     known = data.draw(st.sampled_from([None, count]))
     manifest = write_dataset(store, columns, geometry_of(fields, known, layout, codec))
     assert open_root(store).manifest == manifest
-    picks = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))) if count else []
+    kinds = st.sampled_from((st.sets, st.lists))  # each once, or perhaps several times
+    picks = np.array(sorted(data.draw(data.draw(kinds)(st.integers(0, count - 1), min_size=1)))) if count else []
     with pytest.MonkeyPatch.context() as patch:
         if not gaps:  # else all of them are so small that they are read along
             patch.setattr("streamloader.format.reader.GAP_BYTES", 0)

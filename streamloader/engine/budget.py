@@ -45,7 +45,7 @@ class Demand:
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
     `kept_bytes`: everything that an epoch reads, if it can be kept for later ones instead of the slots, else 0.
-    `uneven_bytes`: sparse rows of a block, all of which may be in one batch.
+    `uneven_bytes`: sparse rows of a block, all of which may be in one batch. `reused`: epochs have the same blocks.
     """
 
     slots: int = 0
@@ -62,6 +62,7 @@ class Demand:
     fills_batches: bool = False
     kept_bytes: int = 0
     uneven_bytes: int = 0
+    reused: bool = True
 
     @classmethod
     def of(cls, fields: Sequence[Demand], slots: int, blocks: int, index_bytes: int) -> Demand:
@@ -206,7 +207,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
             f"give memory={least} or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
         )
     fills_batches = demand.fills_batches and not keeps
-    keeps_blocks = memory is not None and not keeps and not fills_batches and demand.slot_bytes > 0
+    keeps_blocks = memory is not None and not keeps and not fills_batches and demand.slot_bytes > 0 and demand.reused
     every = demand.blocks * demand.slot_bytes
     kept_bytes = every if keeps_blocks and least + every + (KEPT_THREADS - 1) * thread <= limit else 0
     threads = min(MAX_THREADS, 1 + (limit - least - kept_bytes) // thread)

@@ -24,7 +24,7 @@ from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
 
 if TYPE_CHECKING:  # imported when a dataset needs it
-    from streamloader.order.selection import Selection
+    from streamloader.order.weights import Selection
 
 THREADS = 8
 
@@ -86,16 +86,21 @@ class Dataset:
 
         For all samples but some it is that of minus the number of all samples, and those that are excluded.
         """
-        if self.selection is None:
+        numbers: Any = getattr(self.selection, "base", self.selection)  # of weights, what they draw from
+        if numbers is None:
             return None
-        numbers = self.selection
         if not isinstance(numbers, np.ndarray):
             numbers = np.append(-numbers.num_samples, numbers.excluded)
         return hashlib.sha256(numbers.astype("<i8", copy=False).data).hexdigest()
 
     @property
+    def weights_digest(self) -> str | None:
+        """The SHA-256 of the weights by which epochs draw their samples; None without weights."""
+        return getattr(self.selection, "digest", None)
+
+    @property
     def index_bytes(self) -> int:
-        """The bytes of cached chunk tables and of the numbers of selected samples."""
+        """The bytes of cached chunk tables, of the numbers of selected samples, and of weights and draws."""
         selected = 0 if self.selection is None else self.selection.nbytes
         return selected + sum(self.readers[name].kept_bytes for name in self.names)
 
@@ -116,6 +121,8 @@ class Dataset:
 
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
+
+        With weights, the draws of each epoch have numbers of their own: see `Drawn`.
 
         `chosen`: the chunks of arrays to read, by default all.
         """
@@ -151,19 +158,26 @@ def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, 
 
 
 def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
-    """Return a function from numbers among the selected samples of concatenated datasets to those among all samples."""
+    """Return a function from numbers among the selected samples of concatenated datasets to those among all samples.
+
+    Samples that epoch e draws by weights have numbers from e times the number of selected samples on.
+    """
     selections = [dataset.selection for dataset in datasets]
+    weighted = [dataset.weights_digest is not None for dataset in datasets]
+    total = sum(dataset.num_samples for dataset in datasets)
     selected_from, all_from = (np.array(first_samples(datasets, selected=each)) for each in (True, False))
 
     def among_all(samples: Ints) -> Ints:
         if all(selection is None for selection in selections):
             return samples
+        epochs, samples = np.divmod(samples, total) if any(weighted) else (np.zeros(0, np.int64), samples)
         source = np.searchsorted(selected_from, samples, side="right") - 1
         numbers = samples - selected_from[source]
         for index, selection in enumerate(selections):
             if selection is not None:
                 rows = source == index
-                numbers[rows] = selection[numbers[rows]]
+                before = epochs[rows] * len(selection) if weighted[index] else 0
+                numbers[rows] = selection[numbers[rows] + before]
         return np.asarray(numbers + all_from[source], np.int64)
 
     return among_all

@@ -252,12 +252,13 @@ class Engine:
             readers = self._readers(name)
             demand = Rows.resident_demand if name in resident else residence_of(readers[0]).demand
             fields.append(demand(readers, share.block, steps_at_once * share.batch, self._config.decoders.get(name)))
-        return Demand.of(
+        whole = Demand.of(
             fields,
             slots=share.slots_needed(steps_at_once),
             blocks=sum(-(-dataset.num_samples // share.block) for dataset in self.datasets),
             index_bytes=index + sum(dataset.index_bytes for dataset in self.datasets),
         )
+        return replace(whole, reused=any(dataset.weights_digest is None for dataset in self.datasets))
 
 
 def _mark_resident(rows: Rows, first: int, samples: Sequence[int], error: StreamloaderError) -> None:

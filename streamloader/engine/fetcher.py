@@ -152,6 +152,7 @@ class Fetcher:
         self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
         self._datasets = datasets
         self._starts = first_samples(datasets, selected=True)
+        self._total = sum(dataset.num_samples for dataset in datasets)
         self._names = names
         self._memory, self._bodies = memory, memory.bodies
         self._budget = budget = memory.budget
@@ -326,10 +327,12 @@ class Fetcher:
             return self._changed.wait_for(lambda: not self._writers, seconds)
 
     def _locate(self, ref: BlockRef) -> tuple[Dataset, BlockRef]:
-        """Return the dataset of a block, and the block numbered within that dataset."""
-        index = bisect_right(self._starts, ref.start) - 1
-        first = self._starts[index]
-        return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
+        """Return the dataset of a block, and the block numbered within that dataset, as `Dataset.runs` needs it."""
+        epoch, number = divmod(ref.start, self._total)  # epoch 0 unless samples are drawn by weights
+        index = bisect_right(self._starts, number) - 1
+        dataset = self._datasets[index]
+        start = number - self._starts[index] + epoch * dataset.num_samples
+        return dataset, ref._replace(start=start, stop=start + ref.stop - ref.start)
 
     def _queue(self, ticket: int, jobs: Iterable[Callable[[], object]]) -> None:
         """Queue the jobs of a block. Requires the lock."""

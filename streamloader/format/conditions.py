@@ -107,7 +107,7 @@ class Condition:
                     except ValueError as error:
                         raise SelectionError(f"{problem}: {error}", "write times as 2001-12-31T06:00") from error
                 elif field not in texts:
-                    value.value = _class_number(str(value.value), tuple(classes.get(field, ())), problem)
+                    value.value = class_number(str(value.value), tuple(classes.get(field, ())), problem)
         return replace(self, _tree=tree, _times=tuple(times))
 
     def mask(self, columns: Mapping[str, Any]) -> NDArray[np.bool_]:
@@ -260,7 +260,8 @@ def _compared_field(node: ast.Compare, text: str) -> tuple[str, bool]:
     )
 
 
-def _class_number(name: str, names: Sequence[str], problem: str) -> int:
+def class_number(name: str, names: Sequence[str], problem: str) -> int:
+    """Return the number of a class. Raises `SelectionError`, which says the `problem` and similar names."""
     if name in names:
         return names.index(name)
     if not names:

@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
     `chunk` is the number of the first chunk within the shard; `sizes` (bytes, with checksum) and `crcs` are per chunk.
     `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
-    has their numbers in ascending order, and `first_row` is the number of selected samples before them.
+    has their numbers in ascending order, perhaps several times, and `first_row` is the number of those before them.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of the samples that is selected."""
+        """The fraction of the samples that is selected; above 1 if some are several times."""
         return 1.0 if self.picks is None else len(self.picks) / self.num_samples
 
 
@@ -96,8 +96,9 @@ def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
     base = run.first_row if first is None else first
     edges = np.searchsorted(run.picks, [*starts, stop]).tolist()
     for start, (low, high) in zip(starts, pairwise(edges), strict=True):
-        rows = min(chunk, stop - start)
-        yield ChunkRows(rows, run.first_row + low - base, None if high - low == rows else run.picks[low:high] - start)
+        rows, picks = min(chunk, stop - start), run.picks[low:high]
+        whole = high - low == rows and bool(np.all(picks[1:] > picks[:-1]))  # each once
+        yield ChunkRows(rows, run.first_row + low - base, None if whole else picks - start)
 
 
 def read_index(store: Store, path: str, chunks: int) -> NDArray[np.uint64] | None:
@@ -172,7 +173,7 @@ class FieldReader:
         return all(map(self.table.is_cached, range(start // self.layout.shard, -(-stop // self.layout.shard))))
 
     def runs_of(self, samples: NDArray[np.int64], first_row: int = 0) -> list[Run]:
-        """Return the requests for selected samples, given by number in ascending order, with the `picks` of each.
+        """Return the requests for selected samples, with the `picks` of each; they ascend, and may come several times.
 
         Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `first_row` is the output row of
         the first sample. Raises as `runs`.

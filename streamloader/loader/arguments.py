@@ -43,7 +43,8 @@ from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
-    from streamloader.order.selection import Selection
+    from streamloader.order.selection import AllBut
+    from streamloader.order.weights import Selection
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
@@ -55,6 +56,11 @@ DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 # sample numbers, also as a tensor; or the path or URL of a file, or of a folder if it ends in "/"
 ExcludeChoice = None | str | os.PathLike[str] | Sequence[int] | np.ndarray[Any, Any]
+# a field with the weight of each sample, or the path or URL of a file of weights; "balanced:field"; {"field": {class:
+# weight}}; or a number for each sample of the dataset, also as a tensor
+WeightsChoice = (
+    None | str | os.PathLike[str] | Mapping[str, Mapping[Any, float]] | Sequence[float] | np.ndarray[Any, Any]
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +73,8 @@ class Source(Sampling):
     storage_options: Mapping[str, Any] | None = field(default_factory=dict, repr=False)  # may have secrets
     version: int | None = None
     exclude: ExcludeChoice = None
+    weights: WeightsChoice = field(default=None, repr=False)
+    replacement: bool = True
 
 
 @dataclass(frozen=True)
@@ -152,10 +160,12 @@ def open_dataset(
     columns: Sequence[str] = (),
     memory: int | None = None,
     shuffle: bool = True,
+    seed: int = 0,
 ) -> Dataset:
     """Open a dataset; `memory` limits the numbers of the samples that `where=` selects.
 
-    `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
+    `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`. `seed`: that of
+    draws by weights.
     """
     where: Any = source.where
     if isinstance(where, str):  # parsed before anything is opened
@@ -167,6 +177,9 @@ def open_dataset(
             raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
         if source.exclude is not None:
             raise UsageError("exclude= of arrays in place", "select the other elements of the sample axis with where=")
+        if source.weights is not None:
+            remedy = "mix a Source(where=) of each part with sl.Mixture, or convert the arrays to a dataset"
+            raise UsageError("weights= of arrays in place", remedy)
         root = open_store(references_url(source.url), source.storage_options)
         store = root if source.split is None else root.child(source.split)
         names = fields if fields is None else choose_names(fields)
@@ -183,7 +196,11 @@ def open_dataset(
     chosen = choose_selection(where, manifest, store, memory)
     left = _exclude(source, chosen, manifest.num_samples, store)
     count = 0 if left is None else (manifest.num_samples if chosen is None else len(chosen)) - len(left)
-    return Dataset(store, manifest, names, left, excluded=count)
+    if source.weights is None:
+        return Dataset(store, manifest, names, left, excluded=count)
+    from streamloader.loader.weights import draw_by_weights
+
+    return Dataset(store, manifest, names, draw_by_weights(source, left, manifest, store, seed), excluded=count)
 
 
 def choose_versions(
@@ -333,8 +350,11 @@ def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> Or
 
 
 def _count_chunks(samples: Selection, chunk: int) -> int:
-    """Return the number of chunks with some of these ascending samples, without another array of their size."""
-    if not isinstance(samples, np.ndarray):
+    """Return the number of chunks with some of these ascending samples, without another array of their size.
+
+    Of samples that are drawn by weights, those of epoch 0 count.
+    """
+    if hasattr(samples, "count_chunks"):
         return samples.count_chunks(chunk)
     count, last = 0, -1
     for first in range(0, len(samples), PIECE_BYTES // 16):
@@ -374,7 +394,7 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     return check_some(matching_samples(where, store, manifest, time_labels(manifest), check), manifest.num_samples)
 
 
-def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Selection | None:
+def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Ints | AllBut | None:
     """Return a selection of a source's samples (None: all) without those in `exclude=`, which may name files of them.
 
     The options of `store` hold for the files if both have the same protocol. Raises `SelectionError` for other values

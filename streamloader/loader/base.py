@@ -34,7 +34,7 @@ from streamloader.loader.batches import BatchFormat, Columns
 from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
 from streamloader.options import is_whole, parse_size, whole
-from streamloader.order.epoch_order import EpochOrder
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import BatchPlan, EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
 from streamloader.stats import BatchReport, Counters, Stats, quotient
@@ -256,6 +256,7 @@ class Loader:
 
     def __init__(self, sources: Sequence[Source], given: Arguments, **mixture: Any) -> None:
         seed = whole("seed", given.seed, 0)
+        EpochOrder(1, OrderParams(1, 1, 2), seed, 0)  # raises for a seed that does not fit
         self._order = arguments.read_shuffle(given.shuffle)
         # workers get a pickled copy; steps and fields may be generators or views, and a process group stays here
         self._options = replace(given, skip_steps=None, fields=None, world=None)
@@ -266,7 +267,7 @@ class Loader:
         columns += {"raise": (), "mask": ("error",), "replace": ("replaced",)}[given.on_error]
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._open_dataset = partial(
-            arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False
+            arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False, seed=seed
         )
         self._sources = tuple(sources)
         self._datasets = self._open(self._sources, given.fields)
@@ -295,7 +296,6 @@ class Loader:
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
             **mixture | self._weighed(self._datasets),
         )
-        EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
         self._format = BatchFormat(
             samples=given.batch_size is None,
             with_index=given.with_index,
@@ -326,7 +326,8 @@ class Loader:
             manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
             samples = dataset.selection_digest, dataset.num_samples
             params = arguments.choose_order(dataset, self._order)
-            identity = SourceIdentity(manifest.digest, source.split, *samples, params, version, dataset.excluded)
+            excluded, weights = dataset.excluded, dataset.weights_digest
+            identity = SourceIdentity(manifest.digest, source.split, *samples, params, version, excluded, weights)
             identities.append(identity)
         return tuple(identities)
 

@@ -20,6 +20,7 @@ from streamloader.loader.arguments import (
     PackChoice,
     Source,
     StepChoice,
+    WeightsChoice,
     WhereChoice,
 )
 from streamloader.loader.base import Loader
@@ -52,6 +53,8 @@ class NumpyDataset(Loader):
         split: str | None = None,
         where: WhereChoice = None,
         exclude: ExcludeChoice = None,
+        weights: WeightsChoice = None,
+        replacement: bool = True,
         shuffle: bool | Shuffle = True,
         seed: int = 0,
         remainder: Remainder = "pad",
@@ -85,7 +88,7 @@ class NumpyDataset(Loader):
 
     @property
     def num_samples(self) -> int:
-        """The number of selected samples, over all ranks."""
+        """The number of selected samples, over all ranks; with `weights=` the draws of an epoch."""
         return self._datasets[0].num_samples
 
     @property

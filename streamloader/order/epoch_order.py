@@ -124,7 +124,8 @@ def params_for_world(num_samples: int, params: OrderParams, world_size: int) -> 
 class EpochOrder:
     """The order of one epoch, computed on demand: only the keys are kept.
 
-    Raises `UsageError` if `seed` or `epoch` is not in [0, 2**64), or `num_samples` not in [0, 2**62).
+    `stride`: by how much the numbers of the same samples differ from epoch to epoch, 0 unless each epoch has samples of
+    its own. Raises `UsageError` if `seed` or `epoch` is not in [0, 2**64), or a number of a sample not in [0, 2**62).
     """
 
     num_samples: int
@@ -132,12 +133,19 @@ class EpochOrder:
     seed: int
     epoch: int
     shuffle: bool = True
+    stride: int = 0
 
     def __post_init__(self) -> None:
-        for name, limit in (("seed", 2**64), ("epoch", 2**64), ("num_samples", 2**62)):
+        epochs = 2**62 // self.stride if self.stride else 2**64
+        for name, limit in (("seed", 2**64), ("epoch", epochs), ("num_samples", 2**62)):
             value = getattr(self, name)
             if not 0 <= value < limit:
                 raise UsageError(f"{name}={value} is not in [0, {limit})", f"set {name}= in that range")
+
+    @property
+    def first_sample(self) -> int:
+        """The number of the first sample: those of the epoch count from it on."""
+        return self.epoch * self.stride
 
     @property
     def lanes(self) -> int:
@@ -277,7 +285,8 @@ class EpochOrder:
             numbers = self.block_numbers(np.arange(low, high))[ordinals - low]
         else:
             numbers = self.block_numbers(ordinals)
-        return numbers * self.params.block + rows
+        samples = numbers * self.params.block + rows
+        return samples + self.first_sample if self.stride else samples
 
     def samples_at(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the sample number at each position of [start, stop), in O(stop - start + W * lanes)."""

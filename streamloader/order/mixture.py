@@ -471,4 +471,4 @@ def _read_source(order: EpochOrder, unit: int, positions: Ints, span: Span, live
         return BlockReads(live, no_samples, no_samples, np.full(len(live), span.last), no_rows, no_rows)
     if order.shuffle:
         return read_lanes(order, lambda: iter([positions]), span, [key[0] for key in live])
-    return read_units(order.num_samples, unit, positions, span.end, last=span.last, live=live)
+    return read_units(order, unit, positions, span.end, last=span.last, live=live)

@@ -410,7 +410,7 @@ class Share(EpochShare):
         else:
             next_position = span.end + self.world.rank * self.batch
             positions = np.concatenate([*sources()])
-            reads = read_units(self.num_samples, self.unit, positions, next_position, last=span.last)
+            reads = read_units(self.order, self.unit, positions, next_position, last=span.last)
         return reads, None
 
     @cached_property
@@ -427,6 +427,8 @@ class Share(EpochShare):
 
     def next_uses(self, _keys: Sequence[Key], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the first sample of some blocks, and when they are read in the next epoch: its number and a part."""
+        if self.order.stride:
+            return start, np.full(start.size, inf)
         order, lanes = self._next_order
         if not order.shuffle:
             return start, self.epoch + 1 + start / self.num_samples
@@ -436,7 +438,8 @@ class Share(EpochShare):
     def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts."""
         sources = self._sources(span)
-        samples = lane_samples(self.order, sources, span) if self.order.shuffle else sources()
+        unshuffled = (part + self.order.first_sample for part in sources())
+        samples = lane_samples(self.order, sources, span) if self.order.shuffle else unshuffled
         return zip(self.positions_of_span(span), samples, strict=True)
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
@@ -598,7 +601,7 @@ def read_lanes(order: EpochOrder, positions: Positions, span: Span, others: Sequ
             np.take(column, indexes, out=out, mode="clip")
         begin += indexes.size
     start, end, finished = join_blocks(parts)
-    first = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block
+    first = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block + order.first_sample
     return BlockReads(keys, first + start, first + end, finished | span.last, *rows)
 
 
@@ -661,7 +664,7 @@ def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> BlockReads:
 
 
 def read_units(
-    num_samples: int, unit: int, positions: Ints, next_position: int, *, last: bool, live: Collection[Key] = ()
+    order: EpochOrder, unit: int, positions: Ints, next_position: int, *, last: bool, live: Collection[Key] = ()
 ) -> BlockReads:
     """Return the units of `unit` consecutive samples at unshuffled positions, and the `live` ones.
 
@@ -671,9 +674,10 @@ def read_units(
     units, block = np.unique(np.concatenate([positions // unit, live_units]), return_inverse=True)
     block = block[: positions.size]
     start = units * unit
-    stop = np.minimum(start + unit, num_samples)
+    stop = np.minimum(start + unit, order.num_samples)
     keys = [(0, number) for number in units.tolist()]
-    return BlockReads(keys, start, stop, (stop <= next_position) | last, block, positions - start[block])
+    finished, rows, first = (stop <= next_position) | last, positions - start[block], order.first_sample
+    return BlockReads(keys, start + first, stop + first, finished, block, rows)
 
 
 class BlockRef(NamedTuple):

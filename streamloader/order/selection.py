@@ -48,9 +48,6 @@ class AllBut:
         return -(-self.num_samples // chunk) - int(np.count_nonzero(empty))
 
 
-Selection = Ints | AllBut
-
-
 def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
     """Return the selected samples of a slice, a mask of bools with shape (num_samples,), or an array of sample numbers.
 
@@ -68,7 +65,7 @@ def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
         ascending = numbers if numbers.step > 0 else numbers[::-1]
         samples = np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64)
         return check_some(samples, num_samples)
-    values = _as_array(choice, "where", "give a slice, one bool for each sample, or sample numbers")
+    values = as_array(choice, "where", "give a slice, one bool for each sample, or sample numbers")
     if values.dtype.kind not in "biu" and values.size:
         problem = f"where= has the dtype {values.dtype}"
         raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
@@ -81,14 +78,14 @@ def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
     return check_some(np.flatnonzero(values), num_samples)
 
 
-def exclude(selection: Ints | None, excluded: Ints, num_samples: int) -> Selection | None:
+def exclude(selection: Ints | None, excluded: Ints, num_samples: int) -> Ints | AllBut | None:
     """Return a selection (None: all samples) without the `excluded` samples, which are ascending and distinct.
 
     Raises `SelectionError` if no sample is left.
     """
     if not excluded.size:
         return selection
-    left: Selection = AllBut(num_samples, excluded)
+    left: Ints | AllBut = AllBut(num_samples, excluded)
     if selection is not None:
         at = np.searchsorted(selection, excluded)
         at = at[np.append(selection, -1)[at] == excluded]
@@ -101,14 +98,14 @@ def exclude(selection: Ints | None, excluded: Ints, num_samples: int) -> Selecti
 
 def read_numbers(choice: Any, num_samples: int) -> Ints:
     """Return the sample numbers that `exclude=` has, ascending and distinct. Raises `SelectionError` for others."""
-    values = _as_array(choice, "exclude", remedy := "give sample numbers, or the path or URL of a file of them")
+    values = as_array(choice, "exclude", remedy := "give sample numbers, or the path or URL of a file of them")
     if values.dtype.kind not in "iu" and values.size:
         raise SelectionError(f"exclude= has the dtype {values.dtype}", remedy)
     _check_range(values, num_samples, "exclude")
     return distinct(values.astype(np.int64))
 
 
-def _as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
+def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
     """Return an argument as an array of one axis. Raises `SelectionError`."""
     if np.ma.is_masked(choice):
         raise SelectionError(f"{name}= has masked elements", f"fill them: {name}.filled(False)")

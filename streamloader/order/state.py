@@ -38,7 +38,8 @@ Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step, a whole number
 class SourceIdentity(NamedTuple):
     """A dataset that a run reads, its selected samples, their order, and its version, 0 if that is not known.
 
-    `excluded`: the number of samples that `exclude=` left out of the selection.
+    `excluded`: the number of samples that `exclude=` left out of the selection. `weights`: what identifies the weights
+    that samples are drawn by, of which an epoch has `num_samples`.
     """
 
     digest: str
@@ -48,12 +49,13 @@ class SourceIdentity(NamedTuple):
     params: OrderParams
     version: int = 0
     excluded: int = 0
+    weights: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         named = {"digest": self.digest, "split": self.split, "selection": self.selection}
-        numbers = {name: value for name in ("version", "excluded") if (value := getattr(self, name))}
-        return {**named, "samples": self.num_samples, **numbers, "order": asdict(self.params)}
+        others = {name: value for name in ("version", "excluded", "weights") if (value := getattr(self, name))}
+        return {**named, "samples": self.num_samples, **others, "order": asdict(self.params)}
 
     @classmethod
     def from_dict(cls, values: Any) -> SourceIdentity:
@@ -68,7 +70,8 @@ class SourceIdentity(NamedTuple):
             raise StateError(f"the state's order is invalid: {error.problem}", _NEW_RUN) from error
         digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
         version, excluded = (read_value({name: 0, **values}, name, int) for name in ("version", "excluded"))
-        return cls(digest, split, selection, samples, params, version, excluded)
+        weights = read_value({"weights": None, **values}, "weights", str, type(None))
+        return cls(digest, split, selection, samples, params, version, excluded, weights)
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -77,7 +80,7 @@ class SourceIdentity(NamedTuple):
         the same samples.
         """
         same_order = all(getattr(self.params, name) == getattr(current.params, name) for name in names)
-        samples = ("selection", "num_samples") + ("excluded",) * (self.selection != current.selection)
+        samples = ("selection", "num_samples", "weights") + ("excluded",) * (self.selection != current.selection)
         compared = ("digest",) * (not force) + ("split", *samples) + ("params",) * (not same_order)
         return _differences({name: getattr(self, name) for name in compared}, current)
 
@@ -175,8 +178,14 @@ class RunState:
 
         assert self.phases
         assert self.stop is not None
-        orders = (EpochOrder(each.num_samples, each.params, self.seed, 0, self.shuffle) for each in self.sources)
-        return Mix(tuple(orders), tuple(units or [1] * len(self.sources)), self.phases, self.stop, self.anchor)
+        return Mix(self._orders(0), tuple(units or [1] * len(self.sources)), self.phases, self.stop, self.anchor)
+
+    def _orders(self, epoch: int) -> tuple[EpochOrder, ...]:
+        """Return the order of an epoch of each source."""
+        total = sum(source.num_samples for source in self.sources)
+        strides = (total if source.weights else 0 for source in self.sources)
+        columns = zip(self.sources, strides, strict=True)
+        return tuple(EpochOrder(of.num_samples, of.params, self.seed, epoch, self.shuffle, n) for of, n in columns)
 
     def share(self, batch: int, world: World, units: Sequence[int] = ()) -> EpochShare:
         """Return a rank's part of the epoch of a settled run, in batches of `batch` samples. `units`: see `mix`."""
@@ -184,9 +193,7 @@ class RunState:
             from streamloader.order.mixture import MixShare
 
             return MixShare(self.mix(units), self.epoch, batch, world, self.remainder)
-        source = self.sources[0]
-        order = EpochOrder(source.num_samples, source.params, self.seed, self.epoch, self.shuffle)
-        return Share(order, batch, world, self.remainder, units[0] if units else 1)
+        return Share(self._orders(self.epoch)[0], batch, world, self.remainder, units[0] if units else 1)
 
     def settled(self, global_batch: int, workers: int = 1, ranks: int = 1) -> RunState:
         """Return the state with its order fixed for steps of `global_batch` samples.

@@ -34,7 +34,7 @@ UNIT_BITS = 24
 GROUP = 64
 PIECE = 1 << 16  # samples that are computed together
 MAX_SAMPLES = 1 << 36
-SMALL_BYTES = 1 << 20  # of the draws of short epochs, many of which are planned ahead
+SMALL_BYTES = 1 << 16  # of the draws of short epochs, many of which are planned ahead
 
 _LABEL = b"streamloader/weights/1"
 _STEP = 0x9E3779  # the golden ratio, in units
@@ -153,7 +153,7 @@ class Drawn:
     @property
     def _epochs_kept(self) -> int:
         """The epochs whose draws are kept: the one that is read, the next one, and more if they are short."""
-        return 2 + min(256, SMALL_BYTES // self._epoch_bytes)
+        return 2 + SMALL_BYTES // self._epoch_bytes
 
     @cached_property
     def _draws(self) -> Callable[[int], Draws]:
@@ -169,6 +169,10 @@ class Drawn:
         low, high = (np.searchsorted(before, [start, stop - 1], side="right") - 1).tolist()
         found = np.repeat(np.arange(low * GROUP, (high + 1) * GROUP), times[low : high + 1].reshape(-1))
         return found[start - before[low] : stop - before[low]]
+
+
+if TYPE_CHECKING:
+    Selection = Ints | AllBut | Drawn
 
 
 def _most_draws(weights: Units, sizes: Ints | None) -> int:

@@ -16,7 +16,8 @@ ELSEWHERE = {
     "transform_workers": "num_workers=, whose processes run the transform and all other work",
     "prefetch_factor": "memory=",
     "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
-    "sampler": "where= to choose samples, Mixture to weigh datasets, shuffle=Shuffle(...) for the order",
+    "sampler": "where= to choose samples, weights= to draw them by weight, Mixture to weigh datasets, "
+    "shuffle=Shuffle(...) for the order",
     "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
     "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
 }
@@ -68,7 +69,10 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `where`: the samples to use: a condition on fields with one number per sample
     (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers. `exclude`: samples to leave out of these:
     sample numbers, or the path or URL of a file with a number, or JSON with "sample", in each line; "folder/": of all
-    its *.jsonl.
+    its *.jsonl. `weights`: how often samples are drawn, in proportion: `"balanced:label"` draws all classes equally
+    often, `{"label": {"cat": 2, "dog": 1}}` these two at 2 to 1; the name of a field with a number per sample, a number
+    for each sample of the dataset, or the path or URL of a file of them (.npy, or text) draw by sample. An epoch has as
+    many draws as samples are selected; with `replacement=False` each sample at most once, until a class ends.
     `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
     `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
