@@ -181,13 +181,51 @@ class CenterCrop:
         _check(self, "part", _is_number(self.part) and 0 < self.part <= 1, "give a part above 0, at most 1")
 
 
+Crop = RandomResizedCrop | CenterCrop
+CropChoice = Literal["random", "center"] | Crop | None
+
+
+class _Cropped(Option):
+    """The base of options with a `crop`."""
+
+    crop: CropChoice
+
+    @property
+    def box(self) -> Crop | None:
+        """The crop, with a name replaced by its object."""
+        if isinstance(self.crop, str):
+            return RandomResizedCrop() if self.crop == "random" else CenterCrop()
+        return self.crop
+
+    def _validate_crop(self) -> None:
+        is_crop = self.crop in (None, "random", "center") or isinstance(self.crop, Crop)
+        _check(self, "crop", is_crop, "choose 'random', 'center', RandomResizedCrop(...), CenterCrop(...) or None")
+
+
+@dataclass(frozen=True)
+class View(_Cropped):
+    """Crops of an image that `Decode(views=)` makes: `count` of them, each resized to `size`, (height, width).
+
+    `crop`: as in `Decode`; None is the whole image. Raises `UsageError` for invalid values.
+    """
+
+    size: tuple[int, int]
+    crop: CropChoice = None
+    count: int = 1
+
+    def _validate(self) -> None:
+        _check(self, "size", _is_pair(self.size, is_whole), "give size as (height, width), both at least 1")
+        self._validate_crop()
+        _check(self, "count", is_whole(self.count), "give count as a whole number of at least 1")
+
+
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 # (mean, std) of ImageNet's training images, with channels from 0 to 1, as torchvision's models expect
 IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
-class Decode(Option):
+class Decode(_Cropped):
     """How encoded images become tensors: uint8 (height, width, channels), or, with `normalize`, float32 (channels,
     height, width), as torch's models take them.
 
@@ -208,13 +246,17 @@ class Decode(Option):
     fields): False for what is cut away. `with_crop`: a batch has the column `image_crop` (by the name of the field):
     top, left, height and width of each crop in pixels of the whole image, and 1 if the result is flipped.
 
+    `views`: several crops of each image, which is decoded once. A batch has the column `image_name` (by the names of
+    the field and of the view) in place of `image`, of shape (batch, count, height, width, channels), or with "CHW"
+    (batch, count, channels, height, width), for each view: `{"local": View((96, 96), "random", count=8)}`.
+
     Raises `UsageError` for invalid values.
     """
 
     backend: Literal["auto", "pillow", "simplejpeg"] = "auto"
     mode: Literal["RGB", "L"] = "RGB"
     size: tuple[int, int] | None = None
-    crop: Literal["random", "center"] | RandomResizedCrop | CenterCrop | None = None
+    crop: CropChoice = None
     normalize: Literal["imagenet"] | Normalization | None = None
     layout: Literal["CHW", "HWC"] | None = None
     orientation: bool = True
@@ -223,6 +265,7 @@ class Decode(Option):
     keypoints: str | None = None
     masks: str | None = None
     with_crop: bool = False
+    views: Mapping[str, View] | None = None
 
     def _validate(self) -> None:
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
@@ -236,12 +279,26 @@ class Decode(Option):
         _check(self, "box_format", self.box_format in ("xywh", "xyxy"), "choose 'xywh' or 'xyxy'")
         is_size = self.size is None or _is_pair(self.size, is_whole)
         _check(self, "size", is_size, "give size as (height, width), both at least 1")
-        is_crop = self.crop in (None, "random", "center") or isinstance(self.crop, RandomResizedCrop | CenterCrop)
-        _check(self, "crop", is_crop, "choose 'random', 'center', RandomResizedCrop(...), CenterCrop(...) or None")
+        self._validate_crop()
         _check(self, "crop", self.crop is None or self.size is not None, "a crop needs size=(height, width)")
         is_normalization = self.normalize is None or _is_normalization(self.normalization, self.channels)
         remedy = f"give (mean, std), each of {self.channels} numbers, std not 0; or 'imagenet' for mode='RGB'"
         _check(self, "normalize", is_normalization, remedy)
+        self._validate_views()
+
+    def _validate_views(self) -> None:
+        views = self.views
+        if views is None:
+            return
+        are_views = isinstance(views, Mapping) and bool(views) and all(isinstance(of, View) for of in views.values())
+        named = are_views and all(isinstance(name, str) and name for name in views)
+        _check(self, "views", named, "give a View(size, crop, count) for each name, or leave it out")
+        for name in ("size", "crop"):
+            remedy = f"leave it out: each View has a {name} of its own"
+            _check(self, name, getattr(self, name) is None, remedy)
+        for name in ("boxes", "keypoints", "masks", "with_crop"):
+            remedy = "leave it or views= out: what belongs to an image is moved with one crop of it only"
+            _check(self, name, not getattr(self, name), remedy)
 
     @property
     def channels(self) -> int:
@@ -252,13 +309,6 @@ class Decode(Option):
     def channels_first(self) -> bool:
         """Whether tensors have the layout "CHW"."""
         return self.layout == "CHW" or (self.layout is None and self.normalize is not None)
-
-    @property
-    def box(self) -> RandomResizedCrop | CenterCrop | None:
-        """The crop, with a name replaced by its object."""
-        if isinstance(self.crop, str):
-            return RandomResizedCrop() if self.crop == "random" else CenterCrop()
-        return self.crop
 
     @property
     def normalization(self) -> Normalization | None:

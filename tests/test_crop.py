@@ -236,7 +236,7 @@ def test_a_crop_is_that_of_the_whole_picture(photographs, size):
     for sample, data in enumerate(photographs):
         decoder = ImageDecoder.choose(Decode(size=size, crop=crop))
         (row,) = decoder.draws(0, 0, np.array([sample])) or []
-        box = decoder._box(*decoder.measure(memoryview(data), sample).size, row)
+        ((box, _),) = decoder._crops(decoder.measure(memoryview(data), sample).size, row)
         with Image.open(io.BytesIO(data)) as image:
             whole = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
             expected = np.asarray(whole.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.int64)

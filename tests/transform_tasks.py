@@ -78,3 +78,8 @@ def raises_on_undecodable(sample: dict[str, Any]) -> dict[str, Any]:
     if int(sample["label"]) in (5, 17, 40, 41, 42, 99):
         raise ValueError("bad")
     return sample
+
+
+def mean_of_views(sample: dict[str, Any]) -> dict[str, Any]:
+    local = sample["image_local"]
+    return {"shape": np.array(local.shape), "mean": local.mean((1, 2, 3))}

@@ -223,10 +223,8 @@ def _request_demand(readers: Sequence[FieldReader], block: int, mean: float) -> 
 
 def _image_bytes(decoder: ImageDecoder, encoded: float) -> float:
     """Return the estimated bytes of a decoded image that has `encoded` bytes."""
-    itemsize = np.dtype(decoder.dtype).itemsize
-    if decoder.options.size is None:
-        return encoded * IMAGE_EXPANSION * itemsize
-    return float(prod(decoder.options.size) * decoder.options.channels * itemsize)
+    unsized = encoded * IMAGE_EXPANSION * np.dtype(decoder.dtype).itemsize
+    return unsized if decoder.fixed_bytes is None else float(decoder.fixed_bytes)
 
 
 def locate_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:

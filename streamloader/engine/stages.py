@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise, repeat, starmap
+from itertools import chain, islice, pairwise, repeat, starmap
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +122,8 @@ def _of_rows(column: Any, first: int, stop: int) -> Any:
 
 
 # The images of a field: their decoder, where each is in the arena (first byte, size), and the array that gets them
-# decoded, None if their sizes differ.
-Encoded = tuple["ImageDecoder", Ints, NDArray[Any] | None]
+# decoded, None if their sizes differ; of images with views an array for each name of these.
+Encoded = tuple["ImageDecoder", Ints, "NDArray[Any] | tuple[NDArray[Any], ...] | None"]
 
 
 def decode_images(
@@ -146,7 +146,7 @@ def decode_images(
         zip(
             spans.tolist(),
             decoder.draws(*key, positions) or repeat(()),
-            repeat(None) if out is None else out,
+            repeat(None) if out is None else zip(*out, strict=True) if isinstance(out, tuple) else out,
             strict=False,
         )
         for decoder, spans, out in fields
@@ -158,7 +158,10 @@ def decode_images(
                 data = memory[start : start + size]
                 target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
                 begun += 1
-                decoder.decode(data, sample, target, draws, crop)
+                if isinstance(target, tuple):
+                    decoder.decode_views(data, sample, target, draws)
+                else:
+                    decoder.decode(data, sample, target, draws, crop)
         except DecodeError as error:
             if not tolerant:
                 raise
@@ -235,7 +238,7 @@ class Stages:
         seed: int,
         batched: bool,
     ) -> None:
-        self._config, self._names, self._resident = replace(config, transform=None), names, resident
+        self._config, self._resident = replace(config, transform=None), resident
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
         self.transforms = config.transform is not None
@@ -248,6 +251,8 @@ class Stages:
         self._counters = memory.counters
         self._threads = executor.workers or memory.budget.cores
         fields, decoders = memory.residences.values(), config.decoders
+        columns = [decoders[name].columns if name in decoders else (name,) for name in names]
+        self._names = list(chain.from_iterable(columns))
         self._gathered = [field for field in fields if field.name not in decoders]
         self._encoded = {field.name: field for field in fields if isinstance(field, Chunks) and field.name in decoders}
         self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
@@ -278,7 +283,7 @@ class Stages:
         size, scratch = sum(residence.variable_bytes(slot_rows) for residence in self._gathered), 0
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
-            unsized = decoder.options.size is None
+            unsized = decoder.fixed_bytes is None
             most = 1 if unsized and self._stacks_images else len(items)  # stacked ones have one size
             headers = list(islice(self._headers(decoder, items, plan), most))
             if unsized:  # otherwise the planned bytes of a batch include them
@@ -393,15 +398,22 @@ class Stages:
     def _images(self, batch: Batch, name: str, slot_rows: Ints) -> dict[str, Encoded]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
-        out: NDArray[Any] | None = None
+        count, spans, out = len(slot_rows), chunks.table[slot_rows], None
+        batch.leases += chunks.leases(slot_rows)
+
+        def lease(shape: tuple[int, ...]) -> NDArray[Any]:
+            return self._buffers.lease((count, *shape), decoder.dtype, LIVE_BATCHES)
+
+        if decoder.options.views is not None:
+            views = {column: lease(shape) for column, shape in decoder.view_shapes.items()}
+            batch.columns |= views
+            return {name: (self._decoders[name], spans, tuple(views.values()))}
         if self._stacks_images or decoder.options.size is not None:
             items = chunks.items(slot_rows)
             first = next(self._headers(decoder, items, plan), (items[0],))[0]
-            shape = decoder.shape(first, int(plan.samples[0]))
-            out = self._buffers.lease((len(slot_rows), *shape), decoder.dtype, LIVE_BATCHES)
-        batch.columns[name] = [None] * len(slot_rows) if out is None else out[..., 0] if decoder.mask else out
-        batch.leases += chunks.leases(slot_rows)
-        images, masks = (self._decoders[name], chunks.table[slot_rows], out), decoder.options.masks
+            out = lease(decoder.shape(first, int(plan.samples[0])))
+        batch.columns[name] = [None] * count if out is None else out[..., 0] if decoder.mask else out
+        images, masks = (self._decoders[name], spans, out), decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows))
 
     def _decode_part(self, batch: Batch, fields: Mapping[str, Encoded], crops: Ints, part: range, ended: Ended) -> None:
@@ -424,7 +436,7 @@ class Stages:
             self._counters.add(decode_seconds=seconds)
             ended(None, error)
 
-        images = [(decoder, spans[at], None if out is None else out[at]) for decoder, spans, out in fields.values()]
+        images = [(decoder, spans[at], _rows_of(out, at)) for decoder, spans, out in fields.values()]
         rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._seed, plan.epoch)
         arguments = images, rows, key, Callback(allocate), self._config.tolerant
         self._decoding.submit(Job(decode_images, arguments, done, repeats=made.clear))
@@ -577,6 +589,11 @@ def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:
         del error  # its traceback may hold this frame
 
     return end
+
+
+def _rows_of(out: Any, at: slice) -> Any:
+    """Return rows of an array of decoded images, or of each of several."""
+    return tuple(each[at] for each in out) if isinstance(out, tuple) else None if out is None else out[at]
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:

@@ -25,32 +25,35 @@ from PIL import Image, UnidentifiedImageError
 from streamloader.errors import DecodeError, UsageError
 from streamloader.format.values import AUDIO, sniff
 from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, orientation
-from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
+from streamloader.options import CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
 
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.uint8]
 
 
-def draws(seed: int, epoch: int, positions: Ints, count: int) -> NDArray[np.float64]:
-    """Return random numbers in [0, 1) of shape (positions, count), a pure function of seed, epoch and position.
+def draws(seed: int, epoch: int, positions: Ints, count: int, views: int = 1) -> NDArray[np.float64]:
+    """Return random numbers in [0, 1) of shape (positions, views * count): pure functions of seed, epoch and position.
 
-    Row i has exactly the bits of
+    Row i has `count` numbers for each view of an image in turn, with exactly the bits of
 
         key = np.array([seed, epoch], np.uint64)
-        counter = np.array([0, 0, 1, positions[i]], np.uint64)
+        counter = np.array([0, view, 1, positions[i]], np.uint64)
         np.random.Generator(np.random.Philox(key=key, counter=counter)).random(count)
+
+    so that view 0 has the numbers of an image without views, however many there are.
 
     Only the raw stream of a bit generator is the same in all versions of numpy (NEP 19), so it is converted here. One
     generator is set to each counter, which takes 2 us, since creating one takes 8 us. That of a transform starts at
     counter [0, 0, 0, position], 2^128 blocks away: they never share a number.
     """
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-    state, raw = philox.state, np.empty((len(positions), count), np.uint64)
-    for row, position in zip(raw, positions.tolist(), strict=True):
-        state["state"]["counter"][:] = 0, 0, 1, position
-        philox.state = state
-        row[:] = philox.random_raw(count)
-    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    state, raw = philox.state, np.empty((len(positions), views, count), np.uint64)
+    for rows, position in zip(raw, positions.tolist(), strict=True):
+        for view, row in enumerate(rows):
+            state["state"]["counter"][:] = 0, view, 1, position
+            philox.state = state
+            row[:] = philox.random_raw(count)
+    return (raw.reshape(len(positions), views * count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 ATTEMPTS = 10
@@ -280,14 +283,15 @@ def normalize(pixels: Pixels, values: NDArray[np.float32], out: NDArray[Any], *,
 class ImageDecoder:
     """Decodes the images of the field `name` according to `options`.
 
-    `fast`: simplejpeg decodes JPEGs. `opencv`: OpenCV resizes. `values`: the `normalized_values`, None without
-    normalisation. `mask`: the pixels are numbers of classes, as stored.
+    `fast`: simplejpeg decodes JPEGs. `opencv`: OpenCV resizes. `crops`: the (size, crop) of each view of an image, a
+    single one without views. `values`: the `normalized_values`, None without normalisation. `mask`: the pixels are
+    numbers of classes, as stored.
     """
 
     options: Decode
     fast: bool
     opencv: bool
-    crop: RandomResizedCrop | CenterCrop | None
+    crops: tuple[tuple[tuple[int, int] | None, Crop | None], ...]
     values: NDArray[np.float32] | None
     name: str = ""
     mask: bool = False
@@ -305,18 +309,36 @@ class ImageDecoder:
         fast = installed and options.backend != "pillow" and not mask
         opencv = fast and importlib.util.find_spec("cv2") is not None
         values = None if options.normalization is None else normalized_values(options.normalization)
-        return cls(options, fast, opencv, options.box, values, name, mask)
+        crops = [(view.size, view.box) for view in (options.views or {}).values() for _ in range(view.count)]
+        return cls(options, fast, opencv, tuple(crops or [(options.size, options.box)]), values, name, mask)
 
     @property
     def dtype(self) -> str:
         """The dtype of decoded images: "float32" with normalisation, else "uint8"."""
         return "uint8" if self.values is None else "float32"
 
+    @property
+    def view_shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """The shape (count, height, width, channels) of each column of views, by name; empty without views."""
+        views = (self.options.views or {}).items()
+        return {f"{self.name}_{name}": (view.count, *view.size, self.options.channels) for name, view in views}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that the images become."""
+        return tuple(self.view_shapes) or (self.name,)
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """The bytes that each image becomes, with all its views; None if they depend on its size."""
+        pixels = [math.prod(size) for size, _ in self.crops if size is not None]
+        return sum(pixels) * self.options.channels * np.dtype(self.dtype).itemsize or None
+
     def draws(self, seed: int, epoch: int, positions: Ints) -> list[list[float]] | None:
         """Return the random numbers that `decode` needs, a list for each position; None without a random crop."""
-        if not isinstance(self.crop, RandomResizedCrop):
+        if not any(isinstance(crop, RandomResizedCrop) for _, crop in self.crops):
             return None
-        numbers: list[list[float]] = draws(seed, epoch, positions, DRAWS).tolist()
+        numbers: list[list[float]] = draws(seed, epoch, positions, DRAWS, len(self.crops)).tolist()
         return numbers
 
     def shape(self, data: memoryview, sample: int) -> tuple[int, int, int]:
@@ -337,7 +359,7 @@ class ImageDecoder:
         bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and the copy as bytes, in pieces and
         joined, of 3 bytes a pixel each.
         """
-        source = self.options.channels * ((self.options.size is not None) + 2 * (header.turn > 1))
+        source = self.options.channels * ((self.fixed_bytes is not None) + 2 * (header.turn > 1))
         if not (self.fast and data[:3] == _JPEG_MAGIC):
             return header.height * header.width * (source + 14)
         return header.height * header.width * (source + (0 if is_sequential(data) else 6))
@@ -364,7 +386,7 @@ class ImageDecoder:
             fits = not self.mask or crop is None or header.size == tuple(crop[5:])
             if fits and (out is None or shape == out.shape):
                 out = np.empty(shape, self.dtype) if out is None else out
-                box, flip = self._decode(data, header, out, numbers, crop if self.mask else None)
+                ((box, flip),) = self._decode(data, header, [out], numbers, crop if self.mask else None)
                 if crop is not None:
                     crop[:] = (*box, flip, *header.size)
                 return out
@@ -375,6 +397,18 @@ class ImageDecoder:
             raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
         remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
         raise DecodeError(f"sample {sample} decodes to shape {shape}, others of its batch to {out.shape}", remedy)
+
+    def decode_views(
+        self, data: memoryview, sample: int, outs: Sequence[NDArray[Any]], numbers: Sequence[float]
+    ) -> None:
+        """Decode an image once, and write its views to arrays of the `view_shapes`.
+
+        `numbers`: the `draws` of this sample. Raises `DecodeError`, which names the sample.
+        """
+        try:
+            self._decode(data, self._measure(data), [view for out in outs for view in out], numbers)
+        except Exception as error:
+            raise self._error(sample, data, error) from error
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         """Return the error of an image for which a codec raised `error`, which may be of any class."""
@@ -389,36 +423,53 @@ class ImageDecoder:
         return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)
 
     def _decode(
-        self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float], crop: Ints | None
-    ) -> tuple[Box, bool]:
-        """Decode into `out`; return the crop, which is `crop` if that is given, and whether the result is flipped."""
-        pixels = out if self.values is None else self.scratch.array("small", *out.shape)
+        self,
+        data: memoryview,
+        header: Header,
+        outs: Sequence[NDArray[Any]],
+        numbers: Sequence[float],
+        crop: Ints | None = None,
+    ) -> list[tuple[Box, bool]]:
+        """Decode the views of an image into `outs`; return the crop of each, and whether the result is flipped.
+
+        `crop`: what the only view is, instead of a crop of its own.
+        """
         stored, upright = (header.height, header.width), header.turn == 1
-        box = self._box(*header.size, numbers) if crop is None else Box(*crop[:4].tolist())
-        k = reduction(box, (out.shape[0], out.shape[1]))
+        views = self._crops(header.size, numbers) if crop is None else [(Box(*crop[:4].tolist()), bool(crop[4]))]
+        k = min(reduction(box, out.shape[:2]) for (box, _), out in zip(views, outs, strict=True))
         if not upright:  # the last reduced pixel may be cut by the edge, and would be the first after a flip
             k = math.gcd(k, *stored)
-        box = snapped(box, k, *header.size) if crop is None else box
-        if self.options.size is None and upright:
-            self._read(data, 1, stored, pixels)
-        else:
-            source, k = self._read_box(data, k, box if upright else Box(0, 0, *stored), stored)
-            resample(turned(source, header.turn), k, box, pixels, opencv=self.opencv, nearest=self.mask)
-        flips = isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip
-        flip = flips if crop is None else bool(crop[4])
-        if flip:
-            mirror(pixels, opencv=self.opencv)
-        if self.values is not None:
-            normalize(pixels, self.values, out, opencv=self.opencv)
-        return box, flip
+        if crop is None:
+            views = [(snapped(box, k, *header.size), flip) for box, flip in views]
+        source: Pixels | None = None
+        if self.fixed_bytes is not None or not upright:
+            bottom = max(box.top + box.height for box, _ in views) if upright else header.height
+            source, k = self._read_rows(data, k, bottom, stored)
+            source = turned(source, header.turn)
+        for (box, flip), out in zip(views, outs, strict=True):
+            pixels = out if self.values is None else self.scratch.array("small", *out.shape)
+            if source is None:
+                self._read(data, 1, stored, pixels)
+            else:
+                resample(source, k, box, pixels, opencv=self.opencv, nearest=self.mask)
+            if flip:
+                mirror(pixels, opencv=self.opencv)
+            if self.values is not None:
+                normalize(pixels, self.values, out, opencv=self.opencv)
+        return views
 
-    def _box(self, height: int, width: int, numbers: Sequence[float]) -> Box:
-        crop, size = self.crop, self.options.size
-        if isinstance(crop, RandomResizedCrop):
-            return random_box(height, width, crop, numbers)
-        if isinstance(crop, CenterCrop) and size is not None:
-            return center_box(height, width, crop, size)
-        return Box(0, 0, height, width)
+    def _crops(self, size: tuple[int, int], numbers: Sequence[float]) -> list[tuple[Box, bool]]:
+        """Return the crop of each view of an image of this (height, width), and whether the result is flipped."""
+        views = []
+        for number, (target, crop) in enumerate(self.crops):
+            own = numbers[number * DRAWS : (number + 1) * DRAWS]
+            if isinstance(crop, RandomResizedCrop):
+                views.append((random_box(*size, crop, own), own[0] < crop.flip))
+            elif isinstance(crop, CenterCrop) and target is not None:
+                views.append((center_box(*size, crop, target), False))
+            else:
+                views.append((Box(0, 0, *size), False))
+        return views
 
     def _measure(self, data: memoryview) -> Header:
         """Return the header. Raises `ValueError` if the image is too large."""
@@ -439,10 +490,10 @@ class ImageDecoder:
             raise ValueError(f"{size[1]} x {size[0]} pixels are more than {MAX_PIXELS}")
         return Header(*size, turn)
 
-    def _read_box(self, data: memoryview, k: int, box: Box, size: tuple[int, int]) -> tuple[Pixels, int]:
-        """Decode at least the rows of `box`; return the image and its scale as `_read` does."""
+    def _read_rows(self, data: memoryview, k: int, bottom: int, size: tuple[int, int]) -> tuple[Pixels, int]:
+        """Decode at least the first `bottom` rows; return the image and its scale as `_read` does."""
         height, width = size
-        rows = box.top + box.height + CHROMA_ROWS * k
+        rows = bottom + CHROMA_ROWS * k
         head = first_rows(data, rows) if self.fast and data[:3] == _JPEG_MAGIC and rows < height else None
         decoded_rows = height if head is None else rows
         out = self.scratch.array("source", -(-decoded_rows // k), -(-width // k), self.options.channels)

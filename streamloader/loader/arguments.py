@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -282,26 +283,34 @@ def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -
             problem = f"Decode({option}={name!r}) names a field that is {field or 'not fetched'}"
             raise FieldError(problem, "boxes have 4 numbers, key points 2 or 3, and masks are encoded images")
     moved = [name for name, _ in named]
-    columns = [*(fields.keys() - moved), *moved, *(f"{name}_crop" for name in options if options[name].with_crop)]
+    viewed = [f"{name}_{view}" for name, decode in options.items() for view in decode.views or ()]
+    replaced = {name for name, decode in options.items() if decode.views}
+    columns = [*(fields.keys() - moved - replaced), *moved, *viewed]
+    columns += [f"{name}_crop" for name in options if options[name].with_crop]
     columns += [f"{name}_valid" for name, option in named if option != "masks"]
     twice = sorted(column for column in set(columns) if columns.count(column) > 1)
     if twice:
         raise UsageError(f"a batch would have the column {twice[0]!r} twice", "name it for one image, or leave it out")
     boxes = fields.get("boxes", Field("text"))
-    resized = any(decode.size for decode in options.values()) and not any(d.with_crop for d in options.values())
+    resized = any(decode.size or decode.views for decode in options.values())
+    resized = resized and not any(decode.with_crop for decode in options.values())
     if resized and "boxes" not in moved and (boxes.kind, boxes.shape) == ("ragged", (4,)):
-        problem = "Decode(size=) moves the pixels, and the field 'boxes' would keep its coordinates"
+        option = "views" if viewed else "size"
+        problem = f"Decode({option}=) moves the pixels, and the field 'boxes' would keep its coordinates"
         remedy = "give Decode(boxes='boxes') to move it too, Decode(with_crop=True) to get the crops, or other fields="
+        if viewed:
+            remedy = "leave the field out with fields=, since each view has a crop of its own"
         raise UsageError(problem, remedy)
 
 
 def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -> frozenset[str]:
-    """Return the image fields whose tensors are channels first.
+    """Return the columns of images whose tensors are channels first.
 
     Raises `UsageError` if `layout='CHW'` is combined with a transform, which determines the layout itself.
     """
     if not transformed:
-        return frozenset(name for name, decoder in decoders.items() if decoder.options.channels_first)
+        first = [decoder.columns for decoder in decoders.values() if decoder.options.channels_first]
+        return frozenset(chain.from_iterable(first))
     for name, decoder in decoders.items():
         if decoder.options.layout == "CHW":
             problem = f"Decode(layout='CHW') of {name!r} with a transform, which gets height x width x channels"

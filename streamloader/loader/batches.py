@@ -22,7 +22,7 @@ class BatchFormat(NamedTuple):
 
     `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
     number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
-    `with_index`. `channels_first`: the image fields that become (channels, height, width), without a copy.
+    `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy.
     `convert` makes values of a framework of the arrays of a dict.
     """
 
@@ -46,7 +46,7 @@ class BatchFormat(NamedTuple):
                 out[name], out[name + OFFSETS] = column
             else:
                 turned = name in self.channels_first and isinstance(column, np.ndarray)
-                out[name] = column.transpose(0, 3, 1, 2) if turned else column
+                out[name] = np.moveaxis(column, -1, -3) if turned else column
         if self.with_index:
             out |= self.numbers(plan.samples)
         if self.with_valid:
