@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -339,6 +340,48 @@ class Pack(Option):
         _check(self, "pad", is_pad, "give pad as a number")
 
 
+@dataclass(frozen=True)
+class Pad(Option):
+    """How values of different lengths become one array: each is filled up to the longest of its batch.
+
+    `value` fills the rest, on the `side` "right" (after the values) or "left". `to`: lengths are rounded up to a
+    multiple of a number, or to the next of ascending edges, such as (128, 256, 512), so that there are few shapes;
+    with `truncate` longer values are cut after the last edge, else they are an error. `mask`: adds the column
+    `name_mask`, True for the elements of values. `axes`: how many leading axes differ, 2 for masks and images.
+    A batch has the column `name_lengths`. Raises `UsageError` for invalid values.
+    """
+
+    value: int | float = 0
+    side: Literal["right", "left"] = "right"
+    to: int | tuple[int, ...] | None = None
+    truncate: bool = False
+    mask: bool = False
+    axes: int = 1
+
+    def _validate(self) -> None:
+        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        _check(self, "value", number, "give a number")
+        _check(self, "side", self.side in ("right", "left"), "choose 'right' or 'left'")
+        edges = self.to if isinstance(self.to, tuple | list) else ()
+        ascending = bool(edges) and all(map(is_whole, edges)) and all(a < b for a, b in pairwise(edges))
+        remedy = "give a number of at least 1, or ascending edges like (128, 256)"
+        _check(self, "to", self.to is None or is_whole(self.to) or ascending, remedy)
+        for name in ("truncate", "mask"):
+            _check(self, name, isinstance(getattr(self, name), bool), "choose True or False")
+        _check(self, "truncate", bool(edges) or not self.truncate, "give to=(..., longest) to cut values")
+        _check(self, "axes", is_whole(self.axes), "give the number of leading axes that differ, at least 1")
+
+    def padded(self, longest: int) -> int | None:
+        """Return the length that values of up to `longest` are padded to, None beyond the last edge."""
+        if self.to is None:
+            return longest
+        if isinstance(self.to, int):
+            return -(-longest // self.to) * self.to
+        return next((edge for edge in self.to if edge >= longest), self.to[-1] if self.truncate else None)
+
+
+# how the values of a field form a batch: padded, as a list, or as a nested tensor
+Collate = Literal["pad", "list", "nested"] | Pad
 # the mean and the standard deviation of each array or channel; a path or URL of these; True: they are in the dataset
 Normalize = Mapping[str, "tuple[float, float]"] | str | os.PathLike[str] | bool | None
 Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"

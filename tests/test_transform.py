@@ -19,7 +19,8 @@ from torchrun import environment
 from transform_tasks import NoMessage, Odd, Raising, draws_from_torch, kills_itself, noisy, summed, unpicklable
 from worker_tasks import Counting
 
-from streamloader.engine.transform import collate, rng_of, takes_rng
+from streamloader.engine.collate import collate
+from streamloader.engine.transform import rng_of, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
 from streamloader.pytorch.dataset import StreamingDataset
 

@@ -73,7 +73,8 @@ class Engine:
         self._upcoming: tuple[Any, ...] = ()  # the arguments of `start` for the pass after the last one
         self._names = datasets[0].names
         # A transform of its own, of which `Stages` have a weak reference: it may be a method of the dataset's owner.
-        self._config = config if config.transform is None else replace(config, transform=partial(config.transform))
+        transform, collate = (each and partial(each) for each in (config.transform, config.collate))
+        self._config = replace(config, transform=transform, collate=collate)
         self._resident: dict[str, Rows] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
@@ -173,7 +174,10 @@ class Engine:
                 memory.clear(budget, share.time)
                 return memory
         readers = {name: self.datasets[0].readers[name] for name in names}
-        options: dict[str, Any] = {"packs": self._config.packs, "tolerant": self._config.tolerant}
+        options: dict[str, Any] = {
+            "packs": {**self._config.packs, **self._config.pads},
+            "tolerant": self._config.tolerant,
+        }
         return Memory(readers, share.block, budget, self.counters, self.executor.arena, **options)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
@@ -195,7 +199,7 @@ class Engine:
         does not suffice for more.
         """
         config = self._config
-        if config.decoders or config.transform is not None:
+        if config.decoders or config.transform is not None or config.rules or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         shared = self.executor.workers > 0

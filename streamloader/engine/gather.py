@@ -21,7 +21,8 @@ class Copy(NamedTuple):
 
     With `at`, `starts` are bytes of `source`. Row i has `sizes[i]` bytes, which are copied to byte `at[i]` of `out`;
     `sizes` may be one size for all rows. With `strides`, row i is a box of elements, which is copied to the row `at[i]`
-    of `out`: for boxes that consist of many short runs of bytes.
+    of `out`: for boxes that consist of many short runs of bytes. `padded`: the rows of `out` as an array, which is
+    filled with `value` before.
     """
 
     out: NDArray[Any]
@@ -30,16 +31,21 @@ class Copy(NamedTuple):
     at: Ints | None = None
     sizes: Ints | int = 0
     strides: tuple[int, ...] | None = None
+    padded: NDArray[Any] | None = None
+    value: int | float = 0
 
     def part(self, first: int, stop: int, starts: Ints) -> Copy:
         """Return the copy of the rows [first, stop), whose `starts` are given."""
         if self.at is None:
             return Copy(self.out[first:stop], self.source, starts)
         sizes = self.sizes if isinstance(self.sizes, int) else self.sizes[first:stop]
-        return Copy(self.out, self.source, starts, self.at[first:stop], sizes, self.strides)
+        padded = None if self.padded is None else self.padded[first:stop]
+        return Copy(self.out, self.source, starts, self.at[first:stop], sizes, self.strides, padded, self.value)
 
     def run(self) -> None:
         """Copy the rows."""
+        if self.padded is not None:
+            self.padded[...] = self.value
         if self.at is None:
             np.take(self.source, self.starts, axis=0, out=self.out, mode="clip")
         elif self.strides is None:

@@ -17,13 +17,13 @@ from streamloader.engine.kept import NO_SLOT, KeptBlocks
 from streamloader.engine.regions import BatchRow, BatchRows, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
 from streamloader.format.reader import FieldReader
-from streamloader.options import Pack
+from streamloader.options import Pack, Pad
 from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
 
-NO_PACKS: Mapping[str, Pack] = {}
+NO_PACKS: Mapping[str, Pack | Pad] = {}
 Residence = Rows | Chunks | Regions
 
 
@@ -38,9 +38,9 @@ def residence_of(reader: FieldReader | RegionReader) -> type[Rows | Chunks | Reg
 class Memory:
     """The memory of a pass: slots for blocks of `block` samples, residences of their fields, and buffers.
 
-    `readers`: of the fields, some of which are packed. `bodies`: of responses, and of what is decoded from them.
-    `buffers`: of batches. `tolerant`: samples that cannot be read are marked, and do not end the pass. The next pass
-    reuses it, with the blocks that are kept and pages that have been touched.
+    `readers`: of the fields; `packs`: how some are packed or padded. `bodies`: of responses, and of what is decoded
+    from them. `buffers`: of batches. `tolerant`: samples that cannot be read are marked, and do not end the pass. The
+    next pass reuses it, with the blocks that are kept and pages that have been touched.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Memory:
         counters: Counters,
         arena: Arena,
         *,
-        packs: Mapping[str, Pack] = NO_PACKS,
+        packs: Mapping[str, Pack | Pad] = NO_PACKS,
         tolerant: bool = False,
     ) -> None:
         self.tolerant = tolerant

@@ -20,7 +20,7 @@ from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import FormatError, StreamloaderError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
-from streamloader.options import MIB, Pack
+from streamloader.options import MIB, Pack, Pad
 from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader, common_box
@@ -217,10 +217,12 @@ class Regions:
     """A field of arrays that others wrote: the regions of the blocks in all slots.
 
     Samples are windows, patches or sparse rows in them. `shape`: the number of slots, and of samples in each. `pack`:
-    how sparse rows are packed.
+    how sparse rows are packed or padded.
     """
 
-    def __init__(self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | None = None) -> None:
+    def __init__(
+        self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | Pad | None = None
+    ) -> None:
         self.name, self.field = name, field
         self._arena, (slots, self._block) = arena, shape
         self._opening = threading.Lock()

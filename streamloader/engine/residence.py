@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, Buffers, address
 from streamloader.engine.budget import LIVE_BATCHES, Demand
+from streamloader.engine.collate import padded_columns, padded_sizes
 from streamloader.engine.faults import BadRows, forget
 from streamloader.engine.gather import Copy, flat
 from streamloader.engine.transform import Ragged
@@ -32,7 +33,7 @@ from streamloader.format.codecs import Items, scratch_bytes
 from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
-from streamloader.options import Pack
+from streamloader.options import Pack, Pad
 from streamloader.order.epoch_order import distinct
 from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 
@@ -54,7 +55,7 @@ class Rows:
     """Small rows of a fixed size: an array with those of all slots, or all samples of a resident field, in one slot."""
 
     def __init__(
-        self, name: str, field: Field, arena: Arena, shape: tuple[int, int], _pack: Pack | None = None
+        self, name: str, field: Field, arena: Arena, shape: tuple[int, int], _pack: Pack | Pad | None = None
     ) -> None:
         self.name, self.field, self._block = name, field, shape[1]
         self.bad: BadRows = {}
@@ -101,10 +102,12 @@ class Rows:
 class Chunks:
     """Large rows, and rows of variable size: where they are in the arena, and the memory of their chunks.
 
-    `shape`: the number of slots, and of rows in each. `pack`: how rows are packed.
+    `shape`: the number of slots, and of rows in each. `pack`: how rows of variable size are packed or padded.
     """
 
-    def __init__(self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | None = None) -> None:
+    def __init__(
+        self, name: str, field: Field, arena: Arena, shape: tuple[int, int], pack: Pack | Pad | None = None
+    ) -> None:
         self.name, self.field = name, field
         self._arena, (slots, self.block), self._pack = arena, shape, pack
         self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
@@ -146,7 +149,13 @@ class Chunks:
 
     def variable_bytes(self, slot_rows: Ints) -> int:
         """Return the total number of bytes of rows of variable size."""
-        return 0 if self.field.fixed else int(self.table[slot_rows, 1].sum())
+        if self.field.fixed:
+            return 0
+        sizes = self.table[slot_rows, 1]
+        if isinstance(self._pack, Pad):
+            longest = self._pack.padded(int(sizes.max(initial=0)) // self.field.item_bytes) or 0
+            return len(slot_rows) * longest * self.field.item_bytes
+        return int(sizes.sum())
 
     def items(self, slot_rows: Ints) -> list[memoryview]:
         """Return the bytes of rows, as views that are valid until their slots are released."""
@@ -172,6 +181,8 @@ class Chunks:
         np.cumsum(sizes, out=edges[1:])
         if np.any(edges % field.item_bytes):
             self._check(slot_rows, plan)
+        if isinstance(self._pack, Pad):
+            return self._padded(self._pack, (starts, sizes), plan, buffers)
         columns, copies = [], []
         step_rows = max(1, len(slot_rows) if self._pack is None else plan.step_rows)
         for first in range(0, max(1, len(slot_rows)), step_rows):
@@ -189,9 +200,21 @@ class Chunks:
             self._check(slot_rows, plan)
             raise
 
+    def _padded(self, pad: Pad, rows: tuple[Ints, Ints], plan: BatchPlan, buffers: Buffers) -> Gathered:
+        """Return the columns of padded rows, which are given by their addresses and sizes, and their copy."""
+        item, (starts, sizes) = self.field.item_bytes, rows
+        lengths = (sizes // item)[:, None]
+        (longest,) = padded_sizes(self.name, pad, lengths, plan.samples.tolist())
+        lengths = np.minimum(lengths, longest)
+        out = buffers.lease((len(starts), longest, *self.field.shape), self.field.dtype)
+        at = np.arange(len(starts)) * longest
+        at += 0 if pad.side == "right" else longest - lengths[:, 0]
+        copy = Copy(flat(out), self._arena.bytes, starts, at * item, lengths[:, 0] * item, padded=out, value=pad.value)
+        return padded_columns(self.name, out, lengths, pad), [copy]
+
     def _lease_ragged(self, offsets: Ints, buffers: Buffers) -> Ragged:
         """Return a column for rows with these offsets, with its padding if it is packed."""
-        count, pack = int(offsets[-1]), self._pack
+        count, pack = int(offsets[-1]), self._pack if isinstance(self._pack, Pack) else None
         shape = (count, *self.field.shape) if pack is None else (-(-count // pack.length), pack.length)
         values = buffers.lease(shape, self.field.dtype)
         if pack is not None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.budget import LIVE_BATCHES
+from streamloader.engine.collate import collate, collate_rows, made, pad_arrays, padded_columns, padded_sizes, place
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_samples, replacements
 from streamloader.engine.gather import Copy, copy_all, part_of
@@ -34,7 +35,6 @@ from streamloader.engine.transform import (
     Transform,
     Transformed,
     apply,
-    collate,
     load_parts,
     rows_of,
     share_transform,
@@ -42,7 +42,7 @@ from streamloader.engine.transform import (
 )
 from streamloader.errors import DecodeError, EngineError, StreamloaderError, wrapped
 from streamloader.images.targets import move_boxes, move_points
-from streamloader.options import MIB, OnBadSample, Pack
+from streamloader.options import MIB, Collate, OnBadSample, Pack, Pad
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
 
@@ -60,7 +60,7 @@ class Batch:
     A column is an ndarray, a list or a `Ragged`; a tuple has a packed one for each step. `copied` is set before
     `finished`, once the blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
-    `faults`: its bad samples, by row, and `blank` the rows that have no values.
+    `faults`: its bad samples, by row; `blank`: the rows that have no values yet; `masked`: those that get none.
     `permits`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     `leases`: what keeps the encoded images valid until they are decoded.
     """
@@ -71,6 +71,7 @@ class Batch:
     error: StreamloaderError | None = None
     faults: dict[int, Fault] = field(default_factory=dict)
     blank: set[int] = field(default_factory=set)
+    masked: set[int] = field(default_factory=set)
     permits: int = 1
     leases: list[Any] = field(default_factory=list)
     copied: threading.Event = field(default_factory=threading.Event)
@@ -121,23 +122,19 @@ def _of_rows(column: Any, first: int, stop: int) -> Any:
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
-# The images of a field: their decoder, where each is in the arena (first byte, size), and the array that gets them
-# decoded, None if their sizes differ; of images with views an array for each name of these.
-Encoded = tuple["ImageDecoder", Ints, "NDArray[Any] | tuple[NDArray[Any], ...] | None"]
+# The images of a field: their decoder, where each is in the arena (first byte, size), the arrays that get them decoded
+# (of images with views a tuple of these), and for padded ones their sizes (height, width) and how they are padded.
+Encoded = tuple["ImageDecoder", Ints, Any, Ints | None, Pad]
 
 
 def decode_images(
-    fields: Sequence[Encoded],
-    rows: tuple[Ints, Ints, Ints],
-    key: tuple[int, int],
-    allocate: Callable[..., NDArray[Any]],
-    tolerant: bool,
+    fields: Sequence[Encoded], rows: tuple[Ints, Ints, Ints], key: tuple[int, int], tolerant: bool
 ) -> tuple[float, dict[int, tuple[str, StreamloaderError]]]:
     """Decode the images of some rows, those of a row together, since a mask is cropped as its image.
 
     `rows`: sample numbers, positions, and crops, which the images write and their masks read. `key`: (seed, epoch) of
-    random crops. Images of different sizes are decoded into memory from `allocate(shape, dtype)`. Return the processor
-    time, and the (field, error) of each row that does not decode, if it is `tolerant`; otherwise raises the first.
+    random crops. Return the processor time, and the (field, error) of each row that does not decode, if it is
+    `tolerant`; otherwise raises the first.
     """
     begin, memory = time.thread_time(), all_bytes().data
     bad: dict[int, tuple[str, StreamloaderError]] = {}
@@ -146,29 +143,28 @@ def decode_images(
         zip(
             spans.tolist(),
             decoder.draws(*key, positions) or repeat(()),
-            repeat(None) if out is None else zip(*out, strict=True) if isinstance(out, tuple) else out,
+            zip(*outs, strict=True) if isinstance(outs, tuple) else outs,
+            repeat(None) if sizes is None else sizes.tolist(),
             strict=False,
         )
-        for decoder, spans, out in fields
+        for decoder, spans, outs, sizes, _ in fields
     ]
     for row, (sample, crop, *images) in enumerate(zip(samples.tolist(), crops, *columns, strict=True)):
-        decoder, begun = fields[0][0], 0
+        decoder = fields[0][0]
         try:
-            for (decoder, _, _), ((start, size), draws, out) in zip(fields, images, strict=True):
+            for (decoder, *_, pad), ((start, size), draws, out, inside) in zip(fields, images, strict=True):
                 data = memory[start : start + size]
-                target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
-                begun += 1
-                if isinstance(target, tuple):
-                    decoder.decode_views(data, sample, target, draws)
+                if isinstance(out, tuple):
+                    decoder.decode_views(data, sample, out, draws)
+                elif inside is None:
+                    decoder.decode(data, sample, out, draws, crop)
                 else:
-                    decoder.decode(data, sample, target, draws, crop)
+                    out[...] = pad.value
+                    out[place(pad, inside, out.shape[:2])] = decoder.decode(data, sample, None, draws, crop)
         except DecodeError as error:
             if not tolerant:
                 raise
             bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
-            for decoder, _, out in fields[begun:]:
-                if out is None:
-                    allocate((1, 1, decoder.options.channels), decoder.dtype)
     return time.thread_time() - begin, bad
 
 
@@ -180,15 +176,18 @@ NO_CROP = (0, 0, 1, 1, 0, 1, 1)
 class LoaderConfig:
     """The options that turn samples into batches, and the memory budget (`memory` in bytes, None for the default).
 
-    `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `workers` processes do the work, threads
-    if 0. `spawns`: they may import the script of this process for its transform; otherwise such a transform runs in a
-    thread. `on_error`: what takes the place of bad samples, see `faults.py`. `stall_seconds`: a wait for a batch that
-    is logged. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
+    `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `rules`: how values of different sizes
+    form batches, by field. `collate`: the function that makes batches of samples. `workers` processes do the work,
+    threads if 0. `spawns`: they may import the script of this process for its functions; otherwise such a function runs
+    in a thread. `on_error`: what takes the place of bad samples, see `faults.py`. `stall_seconds`: a wait for a batch
+    that is logged. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
     packs: Mapping[str, Pack] = field(default_factory=dict)
     transform: Transform | None = None
+    rules: Mapping[str, Collate] = field(default_factory=dict)
+    collate: Transform | None = None
     workers: Workers = 0
     spawns: bool = True
     memory: int | None = None
@@ -197,6 +196,15 @@ class LoaderConfig:
     ranks_here: int = 1
     rank: int = 0
     tensors: str = ""
+
+    @property
+    def pads(self) -> dict[str, Pad]:
+        """How ragged fields are padded when they are gathered: not before they are moved, transformed or collated."""
+        if self.transform is not None or self.collate is not None:
+            return {}
+        options = [decoder.options for decoder in self.decoders.values()]
+        moved = {name for each in options for name in (each.boxes, each.keypoints)}
+        return {name: rule for name, rule in self.rules.items() if isinstance(rule, Pad) and name not in moved}
 
     @property
     def tolerant(self) -> bool:
@@ -212,6 +220,8 @@ PART_BYTES = 8 * MIB
 SMALL_BYTES = 64 << 10
 # Images that a thread decodes at least, one after another.
 PART_IMAGES = 16
+# Added to the position of the first sample of a batch: the key of the random numbers of its `collate`.
+COLLATE = 1 << 63
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
 EXIT_SECONDS = 5.0
 
@@ -238,14 +248,15 @@ class Stages:
         seed: int,
         batched: bool,
     ) -> None:
-        self._config, self._resident = replace(config, transform=None), resident
+        self._config, self._resident = replace(config, transform=None, collate=None), resident
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
+        self._collate_function = None if config.collate is None else weakref.ref(config.collate)
         self.transforms = config.transform is not None
         self.stall_seconds, self.rank = config.stall_seconds, config.rank
         self._stack_tensors = resolve_name(f"{config.tensors}:stack_tensors") if config.tensors else None
-        # whether the images of a batch are one array, so that they must have one size, and not a list of arrays
-        self._stacks_images = batched and not self.transforms
+        # whether the images of a batch are one array, so that they must have one size, unless a rule says otherwise
+        self._stacks_images = batched and not self.transforms and config.collate is None
         self._blocks = memory
         self._buffers = memory.buffers
         self._counters = memory.counters
@@ -262,6 +273,9 @@ class Stages:
         self._shared_transform: Transform | None = None
         if config.transform is not None and executor.workers:
             self._shared_transform = share_transform(executor, config.transform, spawns=config.spawns)
+        self._shared_collate: Transform | None = None
+        if config.collate is not None and executor.workers:
+            self._shared_collate = share_transform(executor, config.collate, spawns=config.spawns)
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
         self._copying = executor.jobs("gather", executor.workers, on_error, begin_here=True)
@@ -269,7 +283,8 @@ class Stages:
         # a transform that workers cannot load, and the columns of transformed samples
         self._here = Threads("transform", 1, on_error)
         self._empty_sample: Sample | None = None  # for a batch without good samples
-        self._transforming = self._here if alone else executor.jobs("transform", executor.workers, on_error)
+        in_workers = not alone or self._shared_collate is not None
+        self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
         # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
         # ended, so the exit waits for these threads. The finalizer must not hold a reference to this object.
         finalize(self, _join_at_exit, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
@@ -284,10 +299,14 @@ class Stages:
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
             unsized = decoder.fixed_bytes is None
-            most = 1 if unsized and self._stacks_images else len(items)  # stacked ones have one size
+            rule = self._config.rules.get(name)
+            most = 1 if unsized and self._stacks(name) else len(items)  # stacked ones have one size
             headers = list(islice(self._headers(decoder, items, plan), most))
             if unsized:  # otherwise the planned bytes of a batch include them
                 pixels = sum(math.prod(header.size) for _, header in headers) * (len(items) // max(1, len(headers)))
+                if isinstance(rule, Pad) and headers:
+                    longest = (max(sizes) for sizes in zip(*(header.size for _, header in headers), strict=True))
+                    pixels = len(items) * math.prod(rule.padded(size) or 0 for size in longest)
                 size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
             scratch = max(scratch, self._threads * max(starmap(decoder.scratch_bytes, headers), default=0))
         return size, scratch
@@ -308,6 +327,10 @@ class Stages:
         works = works if self.transforms else "decoded"
         state = works if batch.copied.is_set() else "copied"
         return f"samples {samples}, ... are being {state} by {f'{workers} workers' if workers else 'threads'}"
+
+    def _stacks(self, name: str) -> bool:
+        """Return whether the images of a field are stacked."""
+        return self._stacks_images and name not in self._config.rules
 
     def start(self, batch: Batch) -> None:
         """Make the columns of the batch, and submit it to the stages, the last of which finishes it.
@@ -398,48 +421,59 @@ class Stages:
     def _images(self, batch: Batch, name: str, slot_rows: Ints) -> dict[str, Encoded]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
         plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
-        count, spans, out = len(slot_rows), chunks.table[slot_rows], None
+        rule, count = self._config.rules.get(name), len(slot_rows)
+        sizes: Ints | None = None
+        outs: Any
         batch.leases += chunks.leases(slot_rows)
 
         def lease(shape: tuple[int, ...]) -> NDArray[Any]:
             return self._buffers.lease((count, *shape), decoder.dtype, LIVE_BATCHES)
 
+        items = chunks.items(slot_rows)
         if decoder.options.views is not None:
             views = {column: lease(shape) for column, shape in decoder.view_shapes.items()}
             batch.columns |= views
-            return {name: (self._decoders[name], spans, tuple(views.values()))}
-        if self._stacks_images or decoder.options.size is not None:
-            items = chunks.items(slot_rows)
+            outs = tuple(views.values())
+        elif self._stacks(name) or decoder.options.size is not None:
             first = next(self._headers(decoder, items, plan), (items[0],))[0]
-            out = lease(decoder.shape(first, int(plan.samples[0])))
-        batch.columns[name] = [None] * count if out is None else out[..., 0] if decoder.mask else out
-        images, masks = (self._decoders[name], spans, out), decoder.options.masks
+            outs = lease(decoder.shape(first, int(plan.samples[0])))
+            batch.columns[name] = outs[..., 0] if decoder.mask else outs
+        elif isinstance(rule, Pad):
+            sizes = self._sizes(decoder, items, plan)
+            outs = lease((*padded_sizes(name, rule, sizes, plan.samples.tolist()), decoder.options.channels))
+            batch.columns |= padded_columns(name, outs[..., 0] if decoder.mask else outs, sizes, rule)
+        else:
+            shapes = ((*size, decoder.options.channels) for size in self._sizes(decoder, items, plan).tolist())
+            outs = [self._buffers.lease(shape, decoder.dtype) for shape in shapes]
+            batch.columns[name] = [out[..., 0] for out in outs] if decoder.mask else [*outs]
+        pad = rule if isinstance(rule, Pad) else Pad()
+        images, masks = (self._decoders[name], chunks.table[slot_rows], outs, sizes, pad), decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows))
+
+    def _sizes(self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan) -> Ints:
+        """Return the (height, width) of images, of bad ones (1, 1)."""
+        sizes = np.ones((len(items), 2), np.int64)
+        for row, (item, sample) in enumerate(zip(items, plan.samples.tolist(), strict=True)):
+            with suppress(*[DecodeError] * self._config.tolerant):
+                sizes[row] = decoder.measure(item, sample).size
+        return sizes
 
     def _decode_part(self, batch: Batch, fields: Mapping[str, Encoded], crops: Ints, part: range, ended: Ended) -> None:
         plan, at = batch.plan, slice(part.start, part.stop)
-        made: list[NDArray[Any]] = []
-
-        def allocate(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-            made.append(self._buffers.lease(shape, dtype))
-            return made[-1]
 
         def done(result: Any, error: BaseException | None) -> None:
             seconds, bad = (0.0, {}) if error is not None else result
             for row, (field_name, problem) in bad.items():
                 batch.leave_out(part.start + row, field_name, problem)
-            unsized = [name for name, (_, _, out) in fields.items() if out is None]
-            for number, name in enumerate(unsized if error is None else ()):
-                arrays = made[number :: len(unsized)]
-                mask = self._config.decoders[name].mask
-                batch.columns[name][at] = [array[..., 0] if mask else array for array in arrays]
             self._counters.add(decode_seconds=seconds)
             ended(None, error)
 
-        images = [(decoder, spans[at], _rows_of(out, at)) for decoder, spans, out in fields.values()]
+        images = [
+            (decoder, spans[at], _rows_of(outs, at), None if sizes is None else sizes[at], pad)
+            for decoder, spans, outs, sizes, pad in fields.values()
+        ]
         rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._seed, plan.epoch)
-        arguments = images, rows, key, Callback(allocate), self._config.tolerant
-        self._decoding.submit(Job(decode_images, arguments, done, repeats=made.clear))
+        self._decoding.submit(Job(decode_images, (images, rows, key, self._config.tolerant), done))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
@@ -453,14 +487,30 @@ class Stages:
                 batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=options.size))
             if options.with_crop:
                 batch.columns[f"{name}_crop"] = crop
+            for moved in {options.boxes, options.keypoints} & self._config.rules.keys():
+                self._pad_moved(batch, str(moved))
         self._start_transform(batch)
+
+    def _pad_moved(self, batch: Batch, name: str) -> None:
+        """Pad boxes or key points, after they were moved with their images, and the column of what is valid."""
+        rule, column, valid = self._config.rules[name], batch.columns[name], batch.columns[f"{name}_valid"]
+        if not isinstance(rule, Pad) or not isinstance(column, Ragged) or self.transforms:
+            return
+        numbers, lease = batch.plan.samples.tolist(), self._buffers.lease
+        values, flags = (np.split(each.values, each.offsets[1:-1]) for each in (column, valid))
+        batch.columns |= pad_arrays(name, values, numbers, rule, lease)
+        padded = pad_arrays(f"{name}_valid", flags, numbers, replace(rule, value=0, mask=False), lease)
+        batch.columns[f"{name}_valid"] = padded[f"{name}_valid"]
 
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
-        if not self.transforms or not count:
+        if not count or not (self.transforms or self._collate_function):
             self._finish(batch)
             return
-        parts = _divide(count, self._transforming.count)
+        if not self.transforms:
+            self._start_collate(batch, list(rows_of(batch.columns, count)))
+            return
+        parts = _divide(count, 1 if self._shared_transform is None else self._transforming.count)
         made: dict[int, Any] = {}
         memory: dict[str, NDArray[Any]] = {}
         ended = _countdown(batch, len(parts), partial(self._end_transform, batch, made, memory))
@@ -505,25 +555,20 @@ class Stages:
             job = Job(transform_samples, arguments, done, begins)
         else:
             job = Job(self._apply, (columns, labels), done, begins)
-        self._transforming.submit(job)
+        (self._here if self._shared_transform is None else self._transforming).submit(job)
 
     def _apply(self, columns: Mapping[str, Any], labels: Labels) -> Transformed:
         own = rows_of(columns, len(labels[1]))
-        return apply(self._transform_of_owner(), own, labels, self._config.tensors)
+        return apply(_of_owner(self._transform), own, labels, self._config.tensors)
 
     def _end_transform(self, batch: Batch, made: Mapping[int, Any], memory: Mapping[str, NDArray[Any]]) -> None:
         parts = [made[first] for first in sorted(made)]
         for first, ((*_, errors), _) in made.items():
             for row, error in errors.items():
                 batch.leave_out(first + row, "", error)
-        ended = _countdown(batch, 1, partial(self._finish, batch))
+        then = self._finish if self._collate_function is None else bool  # which begins with what this makes
+        ended = _countdown(batch, 1, partial(then, batch))
         self._here.submit(Job(self._collate, (batch, parts, memory), ended))
-
-    def _transform_of_owner(self) -> Transform:
-        held = None if self._transform is None else self._transform()
-        if held is None:
-            raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
-        return held
 
     def _collate(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""
@@ -531,11 +576,17 @@ class Stages:
         if self._shared_transform is None:
             samples, complete = [one for (part, _), _ in parts for one in part], dict[str, Any]()
         else:
-            whole = {name: column for name, column in memory.items() if name not in self._ragged}
-            samples, complete = load_parts(parts, whole if self._batched else {})
+            whole = {
+                name: column for name, column in memory.items() if name not in {*self._ragged, *self._config.rules}
+            }
+            stacked = self._batched and self._collate_function is None
+            samples, complete = load_parts(parts, whole if stacked else {})
         samples = self._with_placeholders(batch, samples, complete)
-        if self._batched:
-            batch.columns = collate(samples, numbers, stack, self._ragged, complete)
+        if self._collate_function is not None:
+            self._start_collate(batch, samples)
+        elif self._batched:
+            options: dict[str, Any] = {"rules": self._config.rules, "lease": self._buffers.lease}
+            batch.columns = collate(samples, numbers, stack, self._ragged, complete, **options)
         else:
             batch.singles = [collate([one], [number], stack) for one, number in zip(samples, numbers, strict=True)]
             batch.columns = {}
@@ -556,21 +607,54 @@ class Stages:
             self._empty_sample = {name: empty_like(value) for name, value in (other | columns).items()}
         return [other if sample is None else sample for sample in samples]
 
+    def _start_collate(self, batch: Batch, samples: list[Sample]) -> None:
+        """Let the function of the user make the columns of a batch of samples."""
+        if batch.blank:
+            source, blank = self._settle(batch)
+            samples = [samples[row] for row in source.tolist()]
+            for row in blank:
+                samples[row] = {name: empty_like(value) for name, value in samples[row].items()}
+            batch.blank = set()
+        plan, tensors = batch.plan, self._config.tensors
+        labels = [(self._seed, plan.epoch, COLLATE + int(plan.positions[0]))], plan.samples[:1].tolist(), None
+
+        def done(result: Any, error: BaseException | None) -> None:
+            if error is None:
+                batch.columns = made(result)
+            ended(None, error)
+
+        ended = _countdown(batch, 1, partial(self._finish, batch))
+        if self._shared_collate is not None:
+            self._transforming.submit(Job(collate_rows, (self._shared_collate, samples, labels, tensors), done))
+        else:
+            self._here.submit(Job(self._apply_collate, (samples, labels), done))
+
+    def _apply_collate(self, samples: list[Sample], labels: Labels) -> dict[Any, Any]:
+        function, tensors = _of_owner(self._collate_function), self._config.tensors
+        (columns,), _ = apply(function, [samples], labels, tensors, what="collate")
+        return columns or {}
+
+    def _settle(self, batch: Batch) -> tuple[Ints, list[int]]:
+        """Return the source of each row and the rows that stay without values, and note them in the batch's plan."""
+        plan, replaces = batch.plan, self._config.on_error == "replace"
+        source = replacements(plan, batch.blank, self._seed) if replaces else np.arange(len(plan.rows))
+        blank = sorted(row for row in batch.blank if source[row] == row)
+        valid = plan.valid.copy()
+        valid[blank] = False
+        batch.plan = plan._replace(samples=plan.samples[source], valid=valid)
+        batch.masked = set(blank)
+        return source, blank
+
     def _finish(self, batch: Batch) -> None:
         """Fill the rows of bad samples, and add the column that tells which they are."""
-        kind, plan = self._config.on_error, batch.plan
-        if kind != "raise":
-            source, bad = np.arange(len(plan.rows)), np.zeros(len(plan.rows), np.bool_)
+        if self._config.tolerant:
             if batch.blank:
-                source = replacements(plan, batch.blank, self._seed) if kind == "replace" else source
-                blank = sorted(row for row in batch.blank if source[row] == row)
+                source, blank = self._settle(batch)
                 batch.columns = fill(batch.columns, source, blank)
                 batch.singles = batch.singles and fill_samples(batch.singles, blank)
-                batch.blank, valid = set(blank), plan.valid.copy()
-                valid[blank] = False
-                batch.plan = plan._replace(samples=plan.samples[source], valid=valid)
-            bad[list(batch.faults if kind == "mask" else batch.faults.keys() - batch.blank)] = True
-            batch.columns["error" if kind == "mask" else "replaced"] = bad
+            masks, bad = self._config.on_error == "mask", np.zeros(len(batch.plan.rows), np.bool_)
+            bad[list(batch.faults if masks else batch.faults.keys() - batch.masked)] = True
+            batch.columns["error" if masks else "replaced"] = bad
         batch.finished.set()
 
 
@@ -591,9 +675,16 @@ def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:
     return end
 
 
-def _rows_of(out: Any, at: slice) -> Any:
-    """Return rows of an array of decoded images, or of each of several."""
-    return tuple(each[at] for each in out) if isinstance(out, tuple) else None if out is None else out[at]
+def _rows_of(outs: Any, at: slice) -> Any:
+    """Return rows of the arrays of decoded images, or of each of several."""
+    return tuple(each[at] for each in outs) if isinstance(outs, tuple) else outs[at]
+
+
+def _of_owner(function: weakref.ref[Transform] | None) -> Transform:
+    held = None if function is None else function()
+    if held is None:
+        raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
+    return held
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from struct import pack, unpack
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,6 @@ from numpy.typing import NDArray
 from streamloader.engine.executor import Executor
 from streamloader.engine.messages import caller, script_of_this_process, share_pickle
 from streamloader.errors import StreamloaderError, TransformError, UsageError, message
-from streamloader.format.values import as_array
 from streamloader.storage.process import is_interactive
 
 Transform = Callable[..., Any]
@@ -87,9 +85,15 @@ def takes_rng(transform: Transform) -> bool:
 
 
 def apply(
-    transform: Transform, samples: Sequence[Sample], labels: Labels, tensors: str = "", *, alone: bool = False
+    transform: Transform,
+    samples: Sequence[Any],
+    labels: Labels,
+    tensors: str = "",
+    *,
+    alone: bool = False,
+    what: str = "the transform",
 ) -> Transformed:
-    """Return the transformed samples.
+    """Return the transformed samples. `what`: what errors call the transform.
 
     Random numbers of tensors are seeded for each sample, in this thread. Those of numpy and Python belong to the
     process: they are seeded if it does nothing but transform, `alone`, since others would get the same numbers again.
@@ -114,7 +118,7 @@ def apply(
             with own or nullcontext():
                 result = transform(sample, rng_of(key)) if with_rng else transform(sample)
         except BaseException as error:
-            problem = f"the transform raised {type(error).__name__} on sample {number}: {message(error)}"
+            problem = f"{what} raised {type(error).__name__} on sample {number}: {message(error)}"
             remedy = "fix it, have it return a default for such samples, or give on_error="
             if blank is None:
                 raise TransformError(problem, remedy) from error
@@ -122,108 +126,15 @@ def apply(
             out.append(None)
             continue
         if not isinstance(result, dict):
-            problem = f"the transform returned {type(result).__name__} for sample {number}"
+            problem = f"{what} returned {type(result).__name__} for sample {number}"
             raise TransformError(problem, "return a dict from field names to values")
         out.append(result)
     return out, errors
 
 
-def collate(
-    samples: Sequence[Sample],
-    numbers: Sequence[int],
-    stack: Stack | None = None,
-    ragged: Sequence[str] = (),
-    complete: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return samples as batch columns: arrays, tensors and numbers are stacked, other values become lists.
-
-    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. `stack`: that of the tensors.
-    `complete`: the columns that exist.
-    Raises `TransformError`, which names the field and, if known, the sample.
-    """
-    names = list(samples[0]) if samples else []
-    for sample, number in zip(samples, numbers, strict=True):
-        if list(sample) != names:
-            problem = f"the transform returned keys {list(sample)} for sample {number} after {names}"
-            raise TransformError(problem, "return the same keys, in the same order, for every sample")
-    columns = {name: [sample[name] for sample in samples] for name in names if name not in complete}
-    return {
-        name: complete[name] if name in complete else _column(name, columns[name], numbers, stack, name in ragged)
-        for name in names
-    }
-
-
-def _column(name: str, values: list[Any], numbers: Sequence[int], stack: Stack | None, ragged: bool) -> Any:
-    if isinstance(values[0], (str, bytes, list, dict, tuple)) or values[0] is None:
-        return values
-    try:
-        if ragged and all(isinstance(value, np.ndarray) for value in values):
-            return _concatenate(name, values, numbers)
-        column = None if stack is None else stack(name, values, numbers)
-        return _stack(name, values, numbers) if column is None else column
-    except TransformError:
-        raise
-    except BaseException as error:
-        problem = f"field {name!r} of samples {numbers[0]}, ... cannot be stacked"
-        problem += f" ({type(error).__name__}: {message(error):.200})"
-        raise TransformError(problem, "return arrays or numbers of one shape and dtype, or a list") from error
-
-
-def _concatenate(name: str, values: list[Any], numbers: Sequence[int]) -> Ragged:
-    arrays = _to_arrays(name, values, numbers)
-    for array, number in zip(arrays, numbers, strict=True):
-        _check_dtype(name, array.dtype, number)
-        if array.dtype != arrays[0].dtype:
-            problem = f"the transform returned {name!r} of sample {number} as an array of {array.dtype}"
-            problem += f" after one of {arrays[0].dtype}"
-            raise TransformError(problem, "return one dtype for every sample, also where an array is empty")
-    return Ragged(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)], dtype=np.int64))
-
-
-def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
-    if any(value is np.ma.masked for value in values):  # the others tell its dtype
-        values = list(as_array(values))
-    arrays = _to_arrays(name, values, numbers)
-    for value, array, number in zip(values, arrays, numbers, strict=True):
-        if array.dtype.kind in "OUS" and not isinstance(value, np.ndarray):  # None, a text or another object
-            return values
-        _check_dtype(name, array.dtype, number)
-    check_shapes(name, arrays)
-    return np.stack(arrays)
-
-
-def _to_arrays(name: str, values: list[Any], numbers: Sequence[int]) -> list[NDArray[Any]]:
-    arrays = []
-    for value, number in zip(values, numbers, strict=True):
-        try:
-            arrays.append(as_array(value))
-        except BaseException as error:
-            problem = f"the transform returned {type(value).__name__} as {name!r} of sample {number}"
-            problem += f", which is not an array ({type(error).__name__}: {message(error)})"
-            raise TransformError(problem, "return arrays, tensors or numbers, or a list") from error
-    return arrays
-
-
-def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
-    """Raise `TransformError` for a dtype that torch does not have."""
-    if _is_of_tensors(dtype):
-        return
-    kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
-    remedy = f"return {kinds.get(dtype.kind, 'value.tolist(), which is returned as a list')}"
-    problem = f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have"
-    raise TransformError(problem, remedy)
-
-
-def _is_of_tensors(dtype: np.dtype[Any]) -> bool:
+def is_of_tensors(dtype: np.dtype[Any]) -> bool:
+    """Return whether tensors have this dtype."""
     return (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16)
-
-
-def check_shapes(name: str, values: Sequence[Any]) -> None:
-    """Raise `TransformError` if the arrays or tensors of a field differ in shape."""
-    shapes = {tuple(value.shape) for value in values}
-    if len(shapes) > 1:
-        shown = ", ".join(map(str, sorted(shapes)[:3]))
-        raise TransformError(f"the transform returned {name!r} in shapes {shown}", "return one shape, or a list")
 
 
 def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -> Transform | None:
@@ -283,7 +194,7 @@ def transform_samples(
         {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
         for sample in rows_of(columns, len(labels[1]))
     ]
-    with _alone():
+    with alone_in_worker():
         done, errors = apply(transform, own, labels, tensors, alone=True)
     good = [row for row, sample in enumerate(done) if sample is not None]
     try:
@@ -326,7 +237,7 @@ def _large_values(
 def _array_of(value: Any, reduce: Callable[[Any], Any] | None) -> tuple[NDArray[Any] | None, Build]:
     """Return the array that a value is made of (None for other values than arrays and tensors), and how to make it."""
     if type(value) is np.ndarray:
-        return value if value.dtype.isnative and _is_of_tensors(value.dtype) else None, ()
+        return value if value.dtype.isnative and is_of_tensors(value.dtype) else None, ()
     reduced = NotImplemented if reduce is None else reduce(value)
     if reduced is NotImplemented:
         return None, ()
@@ -368,7 +279,7 @@ HUNG_SECONDS = 5
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone_in_worker() -> Iterator[None]:
     """Let one transform at a time run in a worker, since the generators of numpy and Python belong to the process.
 
     One that hangs after its dataset was closed would keep others waiting: then the worker ends, and is replaced.

@@ -23,10 +23,12 @@ from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
     ON_BAD_SAMPLE,
     REMAINDERS,
+    Collate,
     Decode,
     OnBadSample,
     Option,
     Pack,
+    Pad,
     Remainder,
     Sampling,
     Shuffle,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.order.weights import Selection
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
+# a rule for all values of different sizes, one for each field, or a function of the samples of a batch
+CollateChoice = None | Collate | Mapping[str, Collate] | Callable[..., Any]
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
@@ -104,6 +108,7 @@ class Arguments(Option):
     max_bad: int | float
     error_log: str | os.PathLike[str] | None
     stall_seconds: float
+    collate: CollateChoice
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -119,6 +124,8 @@ class Arguments(Option):
         if workers != "auto" and not is_whole(workers, 0):
             raise UsageError(f"num_workers={workers!r}", "give a number of processes, 0 for threads, or 'auto'")
         self._validate_errors()
+        if callable(self.collate) and size is None:
+            raise UsageError("collate= with batch_size=None", "give DataLoader(dataset, batch_size=, collate_fn=)")
         if steps is None:
             return
         whole("steps_per_epoch", steps)
@@ -452,6 +459,61 @@ def _pack(name: str, field: Field | None, config: Pack | int) -> Pack:
     if not _holds(np.dtype(field.dtype), pack.pad):
         raise FieldError(f"pack fills {name!r} with {pack.pad}, which is not {field.dtype}", "give another Pack(pad=)")
     return pack
+
+
+def choose_rules(
+    fields: Mapping[str, Field], given: Arguments, decoders: Mapping[str, ImageDecoder]
+) -> dict[str, Collate]:
+    """Return how values of different sizes form batches, by field. Raises `FieldError` and `UsageError`.
+
+    One rule for all is that of the fields of variable length, and of images that keep their sizes. A transform may
+    return other fields.
+    """
+    choice = given.collate
+    if choice is None or callable(choice):
+        return {}
+    if given.batch_size is None:
+        raise UsageError(f"collate={choice!r:.60} with batch_size=None", "give a batch_size: it forms batches")
+    images = [name for name, decoder in decoders.items() if decoder.fixed_bytes is None]
+    variable = [name for name, field in fields.items() if field.kind == "ragged"] + images
+    each = choice if isinstance(choice, Mapping) else dict.fromkeys(variable, choice)
+    rules: dict[str, Collate] = {}
+    for name, rule in each.items():
+        if rule not in ("pad", "list", "nested") and not isinstance(rule, Pad):
+            remedy = "choose 'pad', Pad(...), 'list' or 'nested', or give a function of a list of samples"
+            raise UsageError(f"collate={{{name!r}: {rule!r:.60}}}", remedy)
+        if name not in variable and given.transform is None:
+            remedy = f"choose from {', '.join(variable) or 'none: all have one size'}"
+            raise FieldError(f"collate names {name!r}, whose values have one size or are not fetched", remedy)
+        rules[name] = _image_rule(name, rule) if name in images else Pad() if rule == "pad" else rule
+        if isinstance(rule, Pad) and name in fields and fields[name].kind == "ragged":
+            _check_pad(name, fields[name], rule)
+    columns = [f"{name}_lengths" for name, rule in rules.items() if isinstance(rule, Pad)]
+    columns += [f"{name}_mask" for name, rule in rules.items() if isinstance(rule, Pad) and rule.mask]
+    if taken := sorted(fields.keys() & set(columns)):
+        raise FieldError(f"the batch has a column {taken[0]!r} of lengths or masks, and the dataset a field", _TWICE)
+    return rules
+
+
+_TWICE = "leave the field out with fields="
+
+
+def _image_rule(name: str, rule: Collate) -> Collate:
+    """Return the rule of images that keep their sizes. Raises `UsageError` for one that does not fit images."""
+    if rule == "nested":
+        remedy = "choose 'pad' or 'list': nested tensors have one axis of different lengths"
+        raise UsageError(f"collate={{{name!r}: 'nested'}} of images", remedy)
+    pad = Pad() if rule == "pad" else rule
+    if isinstance(pad, Pad) and pad.truncate:
+        raise UsageError(f"Pad(truncate=True) of images {name!r}", "give Decode(size=) to make them smaller")
+    return replace(pad, axes=2) if isinstance(pad, Pad) else pad
+
+
+def _check_pad(name: str, field: Field, pad: Pad) -> None:
+    if pad.axes != 1:
+        raise UsageError(f"Pad(axes={pad.axes}) of {name!r}, which is {field}", "leave axes= out: one axis differs")
+    if not _holds(np.dtype(field.dtype), pad.value):
+        raise FieldError(f"Pad fills {name!r} with {pad.value}, which is not {field.dtype}", "give another value=")
 
 
 def _holds(dtype: np.dtype[Any], pad: int | float) -> bool:

@@ -271,18 +271,7 @@ class Loader:
         )
         self._sources = tuple(sources)
         self._datasets = self._open(self._sources, given.fields)
-        decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
-        packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
-        self._config = LoaderConfig(
-            decoders=decoders,
-            packs=packs,
-            transform=given.transform,
-            workers=given.num_workers,
-            spawns=given.num_workers != "auto",
-            memory=memory,
-            on_error=given.on_error,
-            stall_seconds=given.stall_seconds,
-        )
+        self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
         identities = self._identities(self._datasets)
@@ -296,15 +285,7 @@ class Loader:
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
             **mixture | self._weighed(self._datasets),
         )
-        self._format = BatchFormat(
-            samples=given.batch_size is None,
-            with_index=given.with_index,
-            with_valid=tolerant or given.remainder == "pad",
-            firsts=first_samples(self._datasets, selected=False) if mixture else (),
-            indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
-            channels_first=arguments.choose_layouts(decoders, transformed=transformed),
-            convert=self._convert,
-        )
+        self._format = self._choose_format(given, mixed=bool(mixture))
         self._cached_engine: Engine | None = None
         self._first = self._start = start  # of a new run; of the next pass
         self._at = self._iteration = Cursor(start)  # the position of training; that at which the iteration began
@@ -312,6 +293,42 @@ class Loader:
         self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
         self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
+
+    def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
+        decoders = arguments.choose_decoders(self.fields, given.decode)
+        packs = arguments.choose_packs(
+            self.fields, given.pack, batch_size=given.batch_size, transformed=given.transform is not None
+        )
+        rules = arguments.choose_rules(self.fields, given, decoders)
+        if "nested" in rules.values() and not self._tensors:
+            raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
+        return LoaderConfig(
+            decoders=decoders,
+            packs=packs,
+            transform=given.transform,
+            rules=rules,
+            collate=given.collate if callable(given.collate) else None,
+            workers=given.num_workers,
+            spawns=given.num_workers != "auto",
+            memory=memory,
+            on_error=given.on_error,
+            stall_seconds=given.stall_seconds,
+        )
+
+    def _choose_format(self, given: Arguments, *, mixed: bool) -> BatchFormat:
+        config, rules = self._config, self._config.rules.items()
+        transformed = config.transform is not None or config.collate is not None
+        return BatchFormat(
+            samples=given.batch_size is None,
+            with_index=given.with_index,
+            with_valid=config.tolerant or given.remainder == "pad",
+            firsts=first_samples(self._datasets, selected=False) if mixed else (),
+            indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
+            channels_first=arguments.choose_layouts(config.decoders, transformed=transformed),
+            lists=frozenset(name for name, rule in rules if rule == "list"),
+            nested=frozenset(name for name, rule in rules if rule == "nested"),
+            convert=self._convert,
+        )
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         return tuple(self._open_dataset(source, fields) for source in sources)

@@ -22,8 +22,9 @@ class BatchFormat(NamedTuple):
 
     `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
     number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
-    `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy.
-    `convert` makes values of a framework of the arrays of a dict.
+    `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy. `lists`: the
+    columns that become lists of arrays; `nested`: those that become nested tensors. `convert` makes values of a
+    framework of the arrays of a dict.
     """
 
     samples: bool
@@ -32,6 +33,8 @@ class BatchFormat(NamedTuple):
     firsts: tuple[int, ...] = ()
     indexes: tuple[Callable[[Ints], dict[str, Ints]] | None, ...] = ()
     channels_first: frozenset[str] = frozenset()
+    lists: frozenset[str] = frozenset()
+    nested: frozenset[str] = frozenset()
     convert: Callable[[Columns], Columns] = dict
 
     def batch(self, columns: Mapping[str, Any], plan: BatchPlan) -> Columns:
@@ -42,8 +45,13 @@ class BatchFormat(NamedTuple):
         """
         out: Columns = {}
         for name, column in columns.items():
-            if isinstance(column, Ragged):
-                out[name], out[name + OFFSETS] = column
+            if name in self.lists:
+                out[name] = self._each(name, column)
+            elif isinstance(column, Ragged):
+                if name in self.nested:
+                    out[name] = column
+                else:
+                    out[name], out[name + OFFSETS] = column
             else:
                 turned = name in self.channels_first and isinstance(column, np.ndarray)
                 out[name] = np.moveaxis(column, -1, -3) if turned else column
@@ -52,6 +60,17 @@ class BatchFormat(NamedTuple):
         if self.with_valid:
             out["valid"] = _copied(plan.valid)
         return self.convert(out)
+
+    def _each(self, name: str, column: Any) -> list[Any]:
+        """Return the values of a column, of which arrays are views."""
+        values = np.split(column.values, column.offsets[1:-1]) if isinstance(column, Ragged) else column
+        turned = name in self.channels_first
+        arrays = {
+            row: value.transpose(2, 0, 1) if turned else value
+            for row, value in enumerate(values)
+            if isinstance(value, np.ndarray)
+        }
+        return [*(dict(enumerate(values)) | self.convert(arrays)).values()]
 
     def each_sample(self, batch: Batch) -> list[Columns]:
         """Return the samples of a batch: columns without the batch axis, and elements of lists."""
@@ -69,9 +88,7 @@ class BatchFormat(NamedTuple):
                 edges = out.pop(name + OFFSETS).tolist()
                 out[name] = [out[name][a:b] for a, b in pairwise(edges)]
             elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
-                turned = name in self.channels_first
-                images = {i: image.transpose(2, 0, 1) if turned else image for i, image in enumerate(column)}
-                out[name] = self.convert(images)
+                out[name] = self._each(name, column)
         return [{name: column[i] for name, column in out.items()} for i in range(len(plan.samples))]
 
     def numbers(self, samples: Ints) -> dict[str, Ints]:

@@ -15,6 +15,7 @@ from streamloader.format.tables import LengthTable
 from streamloader.loader.arguments import (
     PIECE_BYTES,
     Arguments,
+    CollateChoice,
     DecodeChoice,
     ExcludeChoice,
     PackChoice,
@@ -72,6 +73,7 @@ class NumpyDataset(Loader):
         max_bad: int | float = 0.01,
         error_log: str | os.PathLike[str] | None = None,
         stall_seconds: float = 120.0,
+        collate: CollateChoice = None,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,
@@ -230,6 +232,7 @@ class NumpyMixture(Loader):
         max_bad: int | float = 0.01,
         error_log: str | os.PathLike[str] | None = None,
         stall_seconds: float = 120.0,
+        collate: CollateChoice = None,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

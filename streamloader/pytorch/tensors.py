@@ -14,13 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamloader.engine.transform import check_shapes
+from streamloader.engine.collate import check_shapes
+from streamloader.engine.transform import Ragged
 from streamloader.errors import TransformError
 
 
 def to_tensors(columns: dict[Any, Any]) -> dict[Any, Any]:
-    """Replace the arrays among the columns by tensors, which share their memory, and return the columns."""
+    """Replace the arrays among the columns by tensors, which share their memory, and return the columns.
+
+    Ragged columns become nested tensors of the jagged layout.
+    """
     for name, column in columns.items():
+        if isinstance(column, Ragged):
+            values, offsets = map(torch.from_numpy, column)
+            columns[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
         if isinstance(column, np.ndarray):
             # a read-only array cannot be shared with torch, which would let the caller write to it
             columns[name] = torch.from_numpy(column if column.flags.writeable else column.copy())

@@ -1,0 +1,283 @@
+"""Values of different sizes in a batch: padded, lists, nested tensors, or batches that a function makes."""
+
+import io
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import collate_tasks
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.engine.collate import pad_arrays
+from streamloader.options import Pad
+
+N = 90
+FIELDS = {"tokens": "ragged:int32", "boxes": "ragged:float32[4]", "image": "bytes:jpeg", "label": "int64"}
+pytestmark = pytest.mark.usefixtures("two_workers")
+
+
+def jpeg(i: int) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(np.full((20 + i % 5 * 8, 24 + i % 3 * 8, 3), i, np.uint8)).save(data, "JPEG")
+    return data.getvalue()
+
+
+def value(name: str, i: int) -> Any:
+    if name == "tokens":
+        return np.arange(i, i + (i * 7) % 40, dtype=np.int32)
+    return {"boxes": np.full((i % 4, 4), i + 1, np.float32), "image": jpeg(i), "label": np.int64(i)}[name]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("collate") / "d"
+    layout = sl.Layout(chunk_size=1 << 11, block_size=1 << 12, samples_per_shard=32)
+    with sl.Writer(folder, FIELDS, layout=layout, num_samples=N) as out:
+        for i in range(N):
+            out.write({name: value(name, i) for name in FIELDS})
+    return folder
+
+
+def batches(path: Path, workers: int = 0, **given: Any) -> list[dict[str, Any]]:
+    options = {"batch_size": 16, "with_index": True, "seed": 4, "num_workers": workers, **given}
+    dataset = sl.StreamingDataset(path, **options)
+    found = list(dataset)
+    dataset.close()
+    return found
+
+
+def expected(values: Sequence[np.ndarray], pad: Pad) -> np.ndarray:
+    """The padded array, value by value."""
+    longest = pad.padded(max(len(value) for value in values))
+    rows = []
+    for value in values:
+        row = np.full((longest, *value.shape[1:]), pad.value, value.dtype)
+        kept = value[:longest]
+        row[slice(0, len(kept)) if pad.side == "right" else slice(longest - len(kept), longest)] = kept
+        rows.append(row)
+    return np.stack(rows)
+
+
+PADS = [Pad(), Pad(-1, "left"), Pad(7, to=16, mask=True), Pad(to=(8, 24, 64)), Pad(3, "left", (10, 20), truncate=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("pad", PADS)
+def test_padded_rows_have_the_values_of_their_samples_and_the_padding_elsewhere(pad, workers, path):
+    for batch in batches(path, workers, fields=["tokens", "boxes"], collate={"tokens": pad, "boxes": "pad"}):
+        numbers = batch["index"].tolist()
+        for name, rule in (("tokens", pad), ("boxes", Pad())):
+            values = [value(name, number) for number in numbers]
+            rows = expected(values, rule)
+            assert np.array_equal(batch[name].numpy(), rows)
+            assert batch[f"{name}_lengths"].tolist() == [min(len(each), rows.shape[1]) for each in values]
+        if pad.mask:
+            inside = np.arange(batch["tokens"].shape[1]) < batch["tokens_lengths"].numpy()[:, None]
+            assert np.array_equal(batch["tokens_mask"].numpy(), inside)
+        assert ("tokens_mask" in batch) is pad.mask
+        assert "tokens_offsets" not in batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lists_and_nested_tensors_have_the_values_of_each_sample(workers, path):
+    rules = {"tokens": "nested", "boxes": "list"}
+    for batch in batches(path, workers, fields=["tokens", "boxes"], collate=rules):
+        numbers = batch["index"].tolist()
+        assert batch["tokens"].layout == torch.jagged
+        for name in rules:
+            rows = [each.numpy() for each in batch[name].unbind()] if name == "tokens" else batch[name]
+            assert all(isinstance(row, torch.Tensor | np.ndarray) for row in rows)
+            for row, number in zip(rows, numbers, strict=True):
+                assert np.array_equal(np.asarray(row), value(name, number))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_images_that_keep_their_sizes_are_padded_or_a_list(layout, workers, path):
+    options = {"fields": ["image"], "decode": sl.Decode(layout=layout)}
+    padded = batches(path, workers, **options, collate=Pad(9, to=16))
+    listed = batches(path, workers, **options, collate="list")
+    for one, other in zip(padded, listed, strict=True):
+        images = one["image"].movedim(1, -1) if layout == "CHW" else one["image"]
+        assert images.shape[1] % 16 == images.shape[2] % 16 == 0
+        for row, number in enumerate(one["index"].tolist()):
+            pixels = np.asarray(Image.open(io.BytesIO(jpeg(number))))
+            height, width = one["image_lengths"][row].tolist()
+            image = other["image"][row].movedim(0, -1) if layout == "CHW" else other["image"][row]
+            assert (height, width) == pixels.shape[:2] == tuple(image.shape[:2])
+            assert np.array_equal(images[row, :height, :width].numpy(), image.numpy())
+            assert np.abs(image.numpy().astype(int) - pixels).max() <= 3  # other decoders round differently
+            outside = images[row].clone()
+            outside[:height, :width] = 9
+            assert (outside == 9).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_transform_returns_is_padded_listed_or_nested_by_name(workers, path):
+    rules = {"wave": Pad(-1, to=8, mask=True), "grid": Pad(axes=2), "parts": "list", "jagged": "nested"}
+    found = batches(path, workers, fields=["label"], transform=collate_tasks.sizes, collate=rules)
+    for batch in found:
+        for row, label in enumerate(batch["label"].tolist()):
+            made = collate_tasks.sizes({"label": np.int64(label)})
+            length, (height, width) = batch["wave_lengths"][row].item(), batch["grid_lengths"][row].tolist()
+            assert np.array_equal(batch["wave"][row, :length], made["wave"])
+            assert (batch["wave"][row, length:] == -1).all()
+            assert batch["wave_mask"][row].sum() == length
+            assert np.array_equal(batch["grid"][row, :height, :width], made["grid"])
+            assert batch["grid"][row].sum() == made["grid"].sum()
+            assert torch.equal(torch.as_tensor(batch["parts"][row]), made["parts"])
+            assert np.array_equal(batch["jagged"].unbind()[row].numpy(), made["jagged"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("transform", [None, collate_tasks.doubled])
+def test_a_function_gets_the_samples_of_a_batch_and_makes_its_columns(transform, workers, path):
+    options = {"fields": ["tokens", "label", "image"], "decode": True, "transform": transform}
+    for batch in batches(path, workers, **options, collate=collate_tasks.collate):
+        numbers = batch["index"].tolist()
+        factor = 1 if transform is None else 2
+        assert batch["total"].tolist() == [value("tokens", number).sum() * factor for number in numbers]
+        assert [target["label"].item() for target in batch["targets"]] == numbers
+        assert batch["shapes"] == [np.asarray(Image.open(io.BytesIO(jpeg(number)))).shape for number in numbers]
+        assert batch["stacked"].shape == (len(numbers), 3, 50)
+        assert (batch["stacked"] == torch.tensor(numbers)[:, None, None]).all()
+
+
+def test_random_numbers_of_a_function_depend_on_seed_epoch_and_position_alone(path):
+    def draw(workers: int, **given: Any) -> list[Any]:
+        found = batches(path, workers, fields=["label"], collate=collate_tasks.noise, **given)
+        return [(batch["rng"].tolist(), batch["torch"].tolist()) for batch in found]
+
+    first = draw(0)
+    assert len({str(each) for each in first}) == len(first)
+    assert draw(2) == first
+    dataset = sl.StreamingDataset(
+        path, batch_size=16, seed=4, fields=["label"], collate=collate_tasks.noise, num_workers=0
+    )
+    iterator = iter(dataset)
+    for _ in range(2):
+        next(iterator)
+    dataset.load_state_dict(dataset.state_dict())
+    assert [(batch["rng"].tolist(), batch["torch"].tolist()) for batch in dataset] == first[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["mask", "replace"])
+@pytest.mark.parametrize("collate", ["rules", "function"])
+def test_bad_samples_are_filled_before_they_form_a_batch(collate, kind, workers, path):
+    bad = {7, 30, 31, 88}
+    rules = {"wave": "pad", "parts": "list", "grid": Pad(axes=2), "jagged": "nested"}
+    rule: Any = rules if collate == "rules" else collate_tasks.of_waves
+    options = {"fields": ["label"], "transform": collate_tasks.sizes_or_error, "on_error": kind, "max_bad": N}
+    seen = []
+    for batch in batches(path, workers, **options, collate=rule):
+        flags = batch["error" if kind == "mask" else "replaced"]
+        for row, number in enumerate(batch["index"].tolist()):
+            label = batch["label"][row].item()
+            masked = kind == "mask" and number in bad
+            assert label == (0 if masked else number)
+            assert batch["valid"][row].item() is not masked or not batch["valid"][row]
+            assert flags[row].item() or number not in bad
+            if not masked:
+                seen.append(number)
+                assert batch["wave"][row].sum() == collate_tasks.sizes({"label": np.int64(number)})["wave"].sum()
+    assert not {*seen} & bad
+
+
+def test_errors_of_a_function_name_the_batch(path):
+    with pytest.raises(errors.TransformError, match="collate raised ZeroDivisionError on sample"):
+        batches(path, fields=["label"], collate=lambda rows: 1 / 0)
+    with pytest.raises(errors.TransformError, match="collate returned list for sample"):
+        batches(path, fields=["label"], collate=lambda rows: rows)
+
+
+def test_a_sample_beyond_the_last_edge_is_an_error_that_names_it(path):
+    with pytest.raises(
+        errors.DecodeError, match=r"'tokens' of sample \d+ has length \d+, and to=\(8, 16\) ends before"
+    ):
+        batches(path, fields=["tokens"], collate=Pad(to=(8, 16)))
+
+
+def test_boxes_that_move_with_their_image_are_padded_after_that(path):
+    decode = sl.Decode(size=(32, 32), boxes="boxes")
+    options = {"fields": ["image", "boxes"], "decode": decode}
+    for one, other in zip(batches(path, **options), batches(path, **options, collate={"boxes": Pad(-5)}), strict=True):
+        edges = one["boxes_offsets"].tolist()
+        for row, (begin, end) in enumerate(pairwise(edges)):
+            count = other["boxes_lengths"][row]
+            assert count == end - begin
+            assert torch.equal(other["boxes"][row, :count], one["boxes"][begin:end])
+            assert (other["boxes"][row, count:] == -5).all()
+            assert torch.equal(other["boxes_valid"][row, :count], one["boxes_valid"][begin:end])
+            assert not other["boxes_valid"][row, count:].any()
+
+
+@given(st.data())
+def test_arrays_are_padded_along_their_first_axes(data):
+    axes = data.draw(st.integers(1, 3))
+    pad = data.draw(
+        st.builds(
+            Pad,
+            value=st.integers(-3, 3),
+            side=st.sampled_from(["right", "left"]),
+            to=st.none() | st.integers(1, 6),
+            mask=st.just(True),
+            axes=st.just(axes),
+        )
+    )
+    shapes = data.draw(st.lists(st.tuples(*[st.integers(0, 5)] * axes), min_size=1, max_size=6))
+    arrays = [np.arange(np.prod(shape, dtype=int) * 2).reshape(*shape, 2) + 10 for shape in shapes]
+    columns = pad_arrays("a", arrays, range(len(arrays)), pad, np.empty)
+    out, lengths, mask = columns["a"], columns["a_lengths"].reshape(len(arrays), -1), columns["a_mask"]
+    assert out.shape[1 : 1 + axes] == mask.shape[1:]
+    for row, array in enumerate(arrays):
+        assert lengths[row].tolist() == list(array.shape[:axes])
+        assert np.array_equal(out[row][mask[row]].reshape(array.shape), array)
+        assert (out[row][~mask[row]] == pad.value).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"collate": "stack"}, "collate"),
+        ({"collate": {"label": "pad"}}, "label"),
+        ({"collate": {"tokens": Pad(0.5)}}, "tokens"),
+        ({"collate": {"tokens": Pad(axes=2)}}, "axes=2"),
+        ({"collate": {"image": "nested"}, "decode": True}, "nested"),
+        ({"collate": "pad", "batch_size": None}, "batch_size=None"),
+        ({"collate": dict, "batch_size": None}, "batch_size=None"),
+    ],
+)
+def test_rules_that_do_not_fit_are_errors(given, message, path):
+    with pytest.raises(errors.UsageError, match=message):
+        sl.StreamingDataset(**{"url": path, "batch_size": 4, **given})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Pad("x"),
+        lambda: Pad(side="top"),
+        lambda: Pad(to=0),
+        lambda: Pad(to=(4, 2)),
+        lambda: Pad(truncate=True),
+        lambda: Pad(axes=0),
+        lambda: Pad(mask=1),
+    ],
+)
+def test_invalid_options_of_pad_are_usage_errors(make: Callable[[], Pad]):
+    with pytest.raises(errors.UsageError, match="Pad"):
+        make()
+
+
+def test_nested_tensors_need_torch(path):
+    with pytest.raises(errors.UsageError, match="nested"):
+        sl.NumpyDataset(path, batch_size=4, fields=["tokens"], collate="nested")
