@@ -22,9 +22,9 @@ class BatchFormat(NamedTuple):
 
     `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
     number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
-    `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy. `lists`: the
-    columns that become lists of arrays; `nested`: those that become nested tensors. `convert` makes values of a
-    framework of the arrays of a dict.
+    `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy.
+    `lists`: the columns that become lists of arrays; `nested`: those that become nested tensors. `convert` makes values
+    of a framework of the arrays of a dict.
     """
 
     samples: bool

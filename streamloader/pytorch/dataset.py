@@ -15,7 +15,7 @@ ELSEWHERE = {
     "drop_last": "remainder='drop'",
     "transform_workers": "num_workers=, whose processes run the transform and all other work",
     "prefetch_factor": "memory=",
-    "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
+    "collate_fn": "collate= for the samples of a batch, transform= for each; or batch_size=None and collate_fn=",
     "sampler": "where= to choose samples, weights= to draw them by weight, Mixture to weigh datasets, "
     "shuffle=Shuffle(...) for the order",
     "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
@@ -76,10 +76,11 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
     `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
-    `pack`: ragged fields whose documents are packed into rows of one length, `{"tokens": 2049}` or
-    `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes
-    and str; `rng` is keyed by seed, epoch and position. `num_workers`: worker processes that read, decode
-    and transform; 0: threads of this process, "auto": one less than this rank's cores, from 4 cores on.
+    `collate`: how values of different sizes form a batch: "pad" or a `Pad`, "list", "nested", a dict of these by field,
+    or a function of the list of samples. `pack`: ragged fields whose documents are packed into rows of one length,
+    `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of
+    numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `num_workers`: worker processes that read,
+    decode and transform; 0: threads of this process, "auto": one less than this rank's cores, from 4 cores on.
     `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
     `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
