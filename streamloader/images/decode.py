@@ -44,7 +44,8 @@ def draws(seed: int, epoch: int, positions: Ints, count: int, views: int = 1) ->
 
     Only the raw stream of a bit generator is the same in all versions of numpy (NEP 19), so it is converted here. One
     generator is set to each counter, which takes 2 us, since creating one takes 8 us. That of a transform starts at
-    counter [0, 0, 0, position], 2^128 blocks away: they never share a number.
+    counter [0, 0, 0, position], and that of a batch at [0, rank, 2, position], 2^128 blocks away: they never share a
+    number.
     """
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     state, raw = philox.state, np.empty((len(positions), views, count), np.uint64)

@@ -92,7 +92,7 @@ class Pass(Iterator[Columns]):
         self._reported = time.perf_counter()
         # with the samples that are still to be reported, and the step whose bad samples are still to be counted
         self._waiting: deque[tuple[Columns, int, Step | None]] = deque()
-        self._loader = loader if advances else None
+        self._loader, self._delivered = loader if advances else None, loader._delivered
         self._begin(loader, begin)
 
     def _begin(self, loader: Loader, begin: Cursor) -> Pipeline:
@@ -137,6 +137,7 @@ class Pass(Iterator[Columns]):
             waiting[0] = batch, 0, None
             self._report(unreported, asked)
             self._count_bad(step)
+        self._delivered[:] = (self._cursor,)
         cursor = tuple.__new__(Cursor, (*self._cursor[:-1], self._cursor.steps + 1))  # a quarter of `_replace`'s time
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
         if len(waiting) == 1 and cursor.steps >= self._last_step:
@@ -290,6 +291,7 @@ class Loader:
         self._format = self._choose_format(given, mixed=bool(mixture))
         self._cached_engine: Engine | None = None
         self._first = self._start = start  # of a new run; of the next pass
+        self._delivered: list[Cursor] = []  # where the batch that was returned last begins, if there is one
         self._at = self._iteration = Cursor(start)  # the position of training; that at which the iteration began
         self._own = False  # whether this copy, in a worker of StatefulDataLoader, has loaded a state of its own
         self._epochs = self._new_epochs()
@@ -530,6 +532,7 @@ class Loader:
             self._config = self._choose_config(self._options, self._config.memory)  # it may have other fields
             self._format = self._choose_format(self._options, mixed=bool(self._format.firsts))
         self._set_start(start)
+        self._delivered.clear()
         self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -545,6 +548,31 @@ class Loader:
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
         chosen = arguments.read_steps("steps", {epoch: steps})[epoch]
         return Pass(self, Cursor(start, share=arguments.skip_all_but(chosen, start.position, share)), advances=False)
+
+    def batch_rng(self) -> np.random.Generator:
+        """Return the random generator of the batch that was returned last, at its beginning, for example for MixUp.
+
+        It depends on the seed, the epoch, the position in the epoch at which the batch begins, which is `position` of
+        the state before it, and the rank, and so is the same after a resume and with any `num_workers=`. It has
+        exactly the bits of
+
+            key = np.array([seed, epoch], np.uint64)
+            counter = np.array([0, rank, 2, position], np.uint64)
+            np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+        Those of crops and transforms start at other counters, see `draws`: they never share a number. Raises
+        `StateError` if no batch was returned, or if DataLoader workers read, since this process does not know their
+        positions.
+        """
+        if self._read_by_workers():
+            problem = "DataLoader workers read this dataset, and this process does not know which batch is the last"
+            raise StateError(problem, "give num_workers= to the dataset, not to DataLoader")
+        if not self._delivered:
+            raise StateError("batch_rng() before the first batch", "call it after a batch was returned")
+        (last,) = self._delivered
+        key = np.array([last.start.seed, last.start.epoch], np.uint64)
+        counter = np.array([0, last.share.world.rank, 2, last.position], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck."""
