@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import commands
 import datasets
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from streamloader.engine.fetcher import Fetcher
 from streamloader.errors import SelectionError, StateError, UsageError
 from streamloader.format.writer import Writer
 from streamloader.loader.dataset import NumpyMixture, mean_length
+from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Shuffle
 from streamloader.order.schedule import BlockRef, World
 from streamloader.order.weights import Drawn
@@ -380,3 +382,26 @@ def test_arrays_in_place_have_no_weights(url):
 def test_a_sampler_is_an_error_that_names_weights(url):
     with pytest.raises(TypeError, match="weights= to draw them by weight"):
         stream(url, sampler=[1])
+
+
+def test_a_plan_tells_how_often_samples_and_classes_come(animals, capsys):
+    options = ["--batch-size", "8", "--weights", "balanced:label"]
+    out = commands.run(capsys, "plan", animals, *options)[1]
+    times = Counter(drawn(stream(animals, weights="balanced:label"), 0))
+    assert f"weights   603 draws an epoch, of {len(times)} samples, one up to {max(times.values())} times\n" in out
+    counts = np.bincount(CLASSES[list(times.elements())])
+    assert f"          {', '.join(f'{n} {c / N:.2%}' for n, c in zip(NAMES, counts, strict=True))}\n" in out
+    copies = json.loads(commands.run(capsys, "plan", animals, *options, "--no-replacement", "--json")[1])["copies"]
+    least = int(np.bincount(CLASSES).min())
+    assert copies == {"samples": 4 * least, "most": 1, "shares": dict.fromkeys(NAMES, 0.25)}
+    by_field = json.loads(commands.run(capsys, "plan", animals, "--memory", "64MB", "--weights", "w", "--json")[1])
+    assert by_field["copies"]["shares"] == {}
+    assert by_field["kept"] == 0
+
+
+def test_requests_of_a_plan_are_about_those_of_the_first_epoch(url):
+    planned = forecast(url, ForecastOptions(batch_size=16, weights=WEIGHTS, fields=("x", "tok")))
+    ds = stream(url, weights=WEIGHTS, fields=["x", "tok"])
+    list(ds)
+    assert planned.requests <= ds.stats().requests <= planned.requests + 2 * planned.lanes  # which may share blocks
+    assert planned.num_samples == N

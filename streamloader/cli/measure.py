@@ -6,6 +6,7 @@ import html
 import io
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 1_000_000  # for CPU seconds per GB: fewer say nothing
 DOTS = 20_000  # a plot cannot resolve more
+SHARES = 8  # of classes that are printed
 PLOTS = (".png", ".svg", ".html")
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
@@ -42,17 +44,22 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
     return size if all(size) else None
 
 
-def parse_weights(text: str) -> tuple[float, ...]:
-    """Parse `0.7,0.3`. Raises `UsageError`."""
-    try:
+def parse_weights(text: str) -> tuple[float, ...] | str:
+    """Parse `0.7,0.3`; other text is returned as it is."""
+    with suppress(ValueError):
         return tuple(map(float, text.split(",")))
-    except ValueError as error:
-        raise UsageError(f"--weights {text!r}", "give a number for each URL: 0.7,0.3") from error
+    return text
 
 
 @click.command()
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@option("--weights", parse=parse_weights, help="The weight of each URL in a mixture of them: 0.7,0.3.")
+@option(
+    "--weights",
+    parse=parse_weights,
+    help="The weight of each URL in a mixture of them: 0.7,0.3. Of one URL: what its samples are drawn by, a field or "
+    "file of their weights, or balanced:label.",
+)
+@option("--no-replacement", is_flag=True, help="Draw each sample at most once in an epoch.")
 @option("--weigh", help="The field whose elements the weights count, say tokens; default: samples.")
 @option(
     "--stop", type=click.Choice(["first", "last"]), help="The source that ends an epoch of a mixture; default: first."
@@ -78,7 +85,8 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     """Forecast training on the dataset at URL: memory, requests, and how well batches mix.
 
     Several URLs with --weights are a mixture: prints the share of each in samples, and in the elements of
-    variable-length fields such as tokens. The other options hold for every source.
+    variable-length fields such as tokens. The other options hold for every source. With --weights of one URL, prints
+    how many different samples an epoch has, and the share of each class.
 
     Reads no samples; with --where it reads the small fields that the condition names.
     """
@@ -86,8 +94,13 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
 
     sampling, weights = arrays.take_sampling(options), options.pop("weights")
     mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
+    options["replacement"] = not options.pop("no_replacement")
+    if isinstance(weights, str) and len(urls) == 1:
+        options["weights"], weights = weights, None
     mixed = weights is not None or len(urls) > 1 or bool(mixture)
-    if mixed and len(weights or ()) != len(urls):
+    if mixed and (isinstance(weights, str) or len(weights or ()) != len(urls)):
+        if isinstance(weights, str):
+            raise UsageError(f"--weights {weights!r}", "give a number for each URL: 0.7,0.3")
         problem = f"{counted(len(urls), 'URL')} with {counted(len(weights or ()), 'weight')}"
         raise UsageError(problem, "give a weight for each URL: --weights 0.7,0.3")
     if plot is not None and (mixed or plot.suffix not in PLOTS):
@@ -114,6 +127,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
     ]
     return [
         f"{planned.url}: {planned.num_samples:,} samples",
+        *_copies_lines(planned),
         _steps_line(planned),
         f"order     blocks of {planned.block:,} samples, {planned.lanes} lanes, a window of {planned.window:,} in each",
         *_more_lanes(planned),
@@ -126,6 +140,17 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"          the global batch {mixed[1]}",
         *_better_mixing(planned),
     ]
+
+
+def _copies_lines(planned: Forecast) -> Iterator[str]:
+    if planned.copies is None:
+        return
+    times = "each once" if planned.copies.most == 1 else f"one up to {planned.copies.most:,} times"
+    yield f"weights   {planned.num_samples:,} draws an epoch, of {planned.copies.samples:,} samples, {times}"
+    shares = [f"{name} {share:.2%}" for name, share in planned.copies.shares.items()]
+    if shares:
+        more = f", ... ({len(shares):,} classes)" if len(shares) > SHARES else ""
+        yield f"          {', '.join(shares[:SHARES])}{more}"
 
 
 def _steps_line(planned: Forecast | MixtureForecast) -> str:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.dataset import Dataset
 from streamloader.errors import MixtureError, NotFoundError, SelectionError
 from streamloader.format.conditions import class_number
 from streamloader.format.manifest import Manifest
 from streamloader.format.reader import FieldReader, read_columns
-from streamloader.loader.arguments import PIECE_BYTES, Source
+from streamloader.loader.arguments import PIECE_BYTES, Source, WeightsChoice
 from streamloader.order.mixture import exact_shares
 from streamloader.order.schedule import Ints
 from streamloader.order.selection import as_array
@@ -38,9 +39,9 @@ def draw_by_weights(
     `SelectionError` for weights that are invalid or do not fit the dataset, and errors of reading.
     """
     choice, replacement = source.weights, source.replacement
-    count, selected = manifest.num_samples if selection is None else len(selection), selection
+    count = manifest.num_samples if selection is None else len(selection)
     given: dict[str, Any] = {"base": selection, "replacement": replacement}
-    chosen = slice(None) if selected is None else selected[:]
+    chosen = slice(None) if selection is None else selection[:]
     if isinstance(choice, str) and choice.startswith(BALANCED):
         values = _read(choice.removeprefix(BALANCED), manifest, store, f"weights={choice!r}")[chosen]
         names, classes = np.unique(values, return_inverse=True)
@@ -56,6 +57,22 @@ def draw_by_weights(
         problem = f"{name} has {numbers.size} values of {numbers.dtype}, the dataset has {manifest.num_samples} samples"
         raise SelectionError(problem, f"{remedy}, also if where= or exclude= leaves some out")
     return Drawn(count, numbers[chosen], seed, **given)
+
+
+def class_shares(choice: WeightsChoice, dataset: Dataset, samples: Ints) -> dict[str, float]:
+    """Return the share of each class in some samples, by name if it has one; {} unless `weights=` is of classes."""
+    manifest = dataset.manifest
+    if isinstance(choice, str) and choice.startswith(BALANCED):
+        field = choice.removeprefix(BALANCED)
+    elif isinstance(choice, Mapping):
+        field = next(iter(choice))
+    else:
+        return {}
+    values, counts = np.unique(_read(field, manifest, dataset.store, "")[samples], return_counts=True)
+    names = manifest.classes.get(field, ())
+    shown = [value.decode(errors="replace") if isinstance(value, bytes) else int(value) for value in values]
+    labels = [names[value] if isinstance(value, int) and value < len(names) else str(value) for value in shown]
+    return dict(zip(labels, (counts / samples.size).tolist(), strict=True))
 
 
 def _of_classes(

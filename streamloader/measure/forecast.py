@@ -12,7 +12,7 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.geometry import next_power, previous_power
-from streamloader.loader.arguments import ExcludeChoice, Source, WhereChoice
+from streamloader.loader.arguments import ExcludeChoice, Source, WeightsChoice, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.measure.arrays import (
     SAMPLED_BLOCKS,
@@ -47,6 +47,18 @@ class Mixing:
     rows: int
     blocks: float
     design_effect: float
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the first epoch draws by weights: so many different `samples`, one of them `most` times.
+
+    `shares`: the share of each class in its draws, by number or name, if weights are of classes.
+    """
+
+    samples: int
+    most: int
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,8 @@ class ForecastOptions:
     split: str | None = None
     where: WhereChoice = None
     exclude: ExcludeChoice = None
+    weights: WeightsChoice = None
+    replacement: bool = True
     shuffle: bool | Shuffle = True
     memory: int | None = None
     ranks_here: int = 1
@@ -146,7 +160,7 @@ class ForecastOptions:
 
     def source(self, url: str) -> Source:
         """Return the source at a URL."""
-        chosen = {"exclude": self.exclude, **vars(self.sampling)}
+        chosen = {name: getattr(self, name) for name in ("exclude", "weights", "replacement")} | vars(self.sampling)
         return Source(url, self.split, self.where, self.storage_options, **chosen)
 
 
@@ -181,6 +195,7 @@ class Forecast(EpochForecast):
 
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset.
     `rank`, `together`: how the batch of a rank and the global batch mix; `better`: lanes with which they mix better.
+    `copies`: what is drawn by weights.
     `drawn`: the block of each row of the first global batches. `arrays`: what is read of each array, for a dataset that
     is read as arrays, `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after
     which less is read or batches mix better. `memory_alone`: the least memory that a single rank needs to resume such a
@@ -202,6 +217,7 @@ class Forecast(EpochForecast):
     arrays: tuple[ArrayReads, ...]
     unused: Mapping[str, int]
     rechunking: Rechunking | None
+    copies: Copies | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,8 +260,20 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         arrays=tuple(reads.arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
+        copies=_copies(dataset, options.weights),
         drawn=_first_blocks(share, params.block),
     )
+
+
+def _copies(dataset: Dataset, weights: WeightsChoice) -> Copies | None:
+    """Return how often the first epoch has its samples and classes, if weights are given."""
+    if weights is None or dataset.selection is None:
+        return None
+    from streamloader.loader.weights import class_shares
+
+    samples = dataset.selection[:]
+    distinct, times = np.unique(samples, return_counts=True)
+    return Copies(distinct.size, int(times.max()), class_shares(weights, dataset, samples))
 
 
 def _better(engine: Engine, share: Share, effect: float) -> MoreLanes | None:
