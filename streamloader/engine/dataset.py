@@ -240,18 +240,21 @@ def load_field(
         counters.add(retries=1)
 
     def load(run: Run) -> None:
-        fetch = partial(store.retries.call, partial(request, run), on_retry=count_retry)
-        with store.retries.waits_by(sleep):
-            try:
-                field.load(run, fetch, out, 0, on_damage=count_retry)
-            except FormatError as error:
-                if on_bad is None:
-                    raise
-                runs = field.split(run)
-                if len(runs) > 1:
-                    list(map(load, runs))
-                else:
-                    on_bad(field.bad_rows(run, 0, field.num_samples), detached(error))
+        left = [run]  # not by recursion: a function that calls itself holds itself, until a collection
+        while left:
+            part = left.pop(0)
+            fetch = partial(store.retries.call, partial(request, part), on_retry=count_retry)
+            with store.retries.waits_by(sleep):
+                try:
+                    field.load(part, fetch, out, 0, on_damage=count_retry)
+                except FormatError as error:
+                    if on_bad is None:
+                        raise
+                    parts = field.split(part)
+                    if len(parts) > 1:
+                        left += parts
+                    else:
+                        on_bad(field.bad_rows(part, 0, field.num_samples), detached(error))
 
     with store.retries.waits_by(sleep):
         runs = field.runs(0, field.num_samples)
