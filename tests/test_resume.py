@@ -218,10 +218,12 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
 def runs(url: str) -> dict[str, Any]:
     """Runs over a dataset, as a job opens them."""
     options: dict[str, Any] = {"batch_size": 8, "with_index": True, "world": (0, 1)}
+    weights = {"label": {i - 2**40: 1 + i % 3 for i in range(0, 60, 2)}}
     mixture = {Source(url, where=slice(0, 30)): 1, Source(url, where="label % 2 == 0"): 2}
     return {
         "dataset": lambda: StreamingDataset(url, **options),
         "where": lambda: StreamingDataset(url, where="label % 3 == 0", **options),
+        "weights": lambda: StreamingDataset(url, weights=weights, **options),
         "mixture": lambda: Mixture(mixture, **options),
     }
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
-from streamloader.engine.dataset import Dataset, first_samples
+from streamloader.engine.dataset import Dataset, first_samples, numbers_among_all
 from streamloader.engine.executor import Executor, Job, Threads
 from streamloader.engine.faults import detached, is_bad_data
 from streamloader.engine.kept import NO_SLOT
@@ -291,8 +291,8 @@ class Fetcher:
             sent = "is decoded, or was not sent" if piece.sent == NEVER else f"was sent {now - piece.sent:.0f} s ago"
             where = f"{piece.block.dataset.store.url}/{piece.run.path}"
             parts.append(f"field {piece.field.name!r}: the request for bytes {piece.run.start} of {where} {sent}")
-        first, stop = block.ref.start, block.ref.stop
-        return f"samples {first} to {stop - 1} are read ({'; '.join(parts[:3]) or 'chunk tables'}); {text}"
+        numbers = numbers_among_all([block.dataset])(np.array([block.ref.start, block.ref.stop - 1]))
+        return f"samples {numbers[0]} to {numbers[1]} are read ({'; '.join(parts[:3]) or 'chunk tables'}); {text}"
 
     def release(self, ticket: int) -> None:
         """Release a block that was in use."""
