@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from streamloader.loader.dataset import NumpyDataset as NumpyDataset
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.columns import add_columns as add_columns
+    from streamloader.maintenance.delete import delete as delete
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
     from streamloader.maintenance.versions import diff as diff
@@ -53,6 +54,7 @@ _PUBLIC = {
     "format.writer": "Writer",
     "maintenance.append": "append",
     "maintenance.columns": "add_columns",
+    "maintenance.delete": "delete",
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",

@@ -84,7 +84,7 @@ def read_json(path: Path) -> Any:
 def digest_of(ours: dict[str, Any]) -> str:
     """Return the digest of a manifest from its keys."""
     fields = {name: {key: one[key] for key in IDENTITY if key in one} for name, one in ours["fields"].items()}
-    keys = ("version", "generation", "num_samples", "order", "tables")
+    keys = ("version", "generation", "deleted", "num_samples", "order", "tables")
     identity = {key: ours[key] for key in keys if key in ours} | {"fields": fields}
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -103,12 +103,14 @@ def read(folder: Path, split: str | None = None) -> tuple[dict[str, Any], dict[s
         check(alone == node, f"{path}/zarr.json is not what the root says")
     check(ours["format"] == "streamloader" and ours["version"] == 1, "not version 1")
     generation = ours.get("generation", 1)
-    check(ours["requires"] == (["append"] if generation > 1 else []), "requires")
+    requires = ["append"] * (generation > 1) + ["delete"] * ("deleted" in ours)
+    check(ours["requires"] == requires, "requires")
     check(generation > 1 or ("generation" not in ours), "a generation that is the first")
     if "splits" in ours:
         check(split in ours["splits"], f"no split {split}")
         manifest, columns = read(folder / str(split))
-        said = {key: manifest[key] for key in ("num_samples", "digest")}
+        count = manifest["num_samples"] - manifest.get("deleted", {"count": 0})["count"]
+        said = {"num_samples": count, "digest": manifest["digest"]}
         check(said == ours["splits"][split], "the root says otherwise of its split")
         return manifest, columns
     check(split is None, "there are no splits")
@@ -117,7 +119,23 @@ def read(folder: Path, split: str | None = None) -> tuple[dict[str, Any], dict[s
     columns = {name: read_field(folder, ours, nodes, name) for name in ours["fields"]}
     for name in ours.get("lengths", {}):
         check_lengths(folder, ours, nodes, name, columns[name])
+    if "deleted" in ours:
+        left = remaining(folder, ours)
+        columns = {name: c[left] if isinstance(c, np.ndarray) else [c[i] for i in left] for name, c in columns.items()}
     return ours, columns
+
+
+def remaining(folder: Path, ours: dict[str, Any]) -> list[int]:
+    """Return the numbers of the stored samples that are not deleted."""
+    deleted, count = ours["deleted"], ours["num_samples"]
+    check(2 <= deleted["generation"] <= ours["generation"], "the generation of a deletion")
+    data = unsealed(read_object(folder / f"_streamloader/deleted.{deleted['generation']}"))
+    plain = bytes(zstd.decompress(data))
+    check(len(plain) == 8 * deleted["count"], "number of deleted samples")
+    check(hashlib.sha256(plain).hexdigest() == deleted["sha256"], "hash of the deleted samples")
+    numbers = np.frombuffer(plain, "<u8").tolist()
+    check(numbers == sorted(set(numbers)) and 0 < len(numbers) < count and numbers[-1] < count, "deleted samples")
+    return sorted(set(range(count)) - set(numbers))
 
 
 def check_lengths(folder: Path, ours: dict[str, Any], nodes: dict[str, Any], name: str, column: Any) -> None:

@@ -106,7 +106,7 @@ def test_a_few_of_many_samples_are_excluded_in_little_memory():
 
 def test_numbers_of_concatenated_datasets_are_among_all_their_samples():
     def dataset(count: int, selection: Any) -> Dataset:
-        return Dataset(None, type("M", (), {"num_samples": count})(), (), selection)  # type: ignore[arg-type]
+        return Dataset(None, type("M", (), {"num_samples": count, "num_remaining": count})(), (), selection)  # type: ignore[arg-type]
 
     parts = [dataset(5, AllBut(5, np.array([1]))), dataset(3, None), dataset(4, np.array([0, 3]))]
     assert numbers_among_all(parts)(np.arange(9)).tolist() == [0, 2, 3, 4, 5, 6, 7, 8, 11]

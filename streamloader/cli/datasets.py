@@ -163,7 +163,7 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
         if report.added or report.fields:
             what = f"added the fields {', '.join(report.fields)}"
             what = f"appended {counted(report.added, 'sample')}" if report.added else what
-            version = f"version {report.manifest.generation} has {report.manifest.num_samples:,}"
+            version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"
             shards = f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
             text = f"{what} to {report.url}: {version}, {shards}, {shown.seconds}"
     if not quiet:
@@ -190,6 +190,31 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
     )
     column_options = ColumnOptions(on, options.pop("format"), options.pop("source_options"))
     return run_addition(url, columns, column_options, run_options, **options)
+
+
+@click.command()
+@click.argument("url")
+@option("--where", metavar="CONDITION", help="The samples for which this is true, say 'label == 3'.")
+@option("--ids", metavar="FILE", help="The samples in this file of numbers, or in the files of a folder with a slash.")
+@shared.split_option
+@shared.storage_option
+@shared.quiet_option
+def delete(*, url: str, quiet: bool, **options: Any) -> None:
+    """Delete samples of the finished dataset at URL: a new version leaves them out.
+
+    Those that opened the dataset before keep reading the earlier version, for which the shards still have the samples.
+    Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it.
+    """
+    from streamloader.maintenance.delete import delete as run
+
+    with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
+        report = run(url, progress=shown.update, **options)
+    text = f"no sample matches: {report.url} is unchanged"
+    if report.deleted:
+        version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"
+        text = f"deleted {counted(report.deleted, 'sample')} from {report.url}: {version}, {shown.seconds}"
+    if not quiet:
+        click.echo(text)
 
 
 @click.command()
@@ -410,12 +435,14 @@ def _dataset_root(store: Store) -> dict[str, Any] | None:
 
 def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
-    sample = dataset[0] if manifest.num_samples else {}
+    sample = dataset[0] if len(dataset) else {}
     images = [name for name, value in sample.items() if isinstance(value, bytes) and _show_image(value)]
     orientation = "applied by the conversion" if "images" in manifest.provenance else "stored, applied by decoding"
     return {
         "split": split,
-        **{key: getattr(manifest, key) for key in ("num_samples", "generation", "digest", "samples_per_shard")},
+        "num_samples": len(dataset),
+        "deleted": manifest.num_samples - len(dataset),
+        **{key: getattr(manifest, key) for key in ("generation", "digest", "samples_per_shard")},
         "order": {key: getattr(manifest.order, key) for key in ("block", "lanes", "window")},
         "fields": {
             name: {**_field_facts(layout, manifest.num_samples), "lengths": _length_facts(name, dataset)}
@@ -482,7 +509,8 @@ def _headline(facts: dict[str, Any]) -> str:
     order = ", ".join(f"{key} {value}" for key, value in facts["order"].items())
     size = f"{show_bytes(nbytes)} decoded, {show_bytes(stored)} stored{ratio}"
     version = f"version {facts['generation']}, " if facts["generation"] > 1 else ""
-    return f"{version}{facts['num_samples']:,} samples, {size}; order: {order}; digest {facts['digest']}"
+    deleted = f" and {facts['deleted']:,} deleted" if facts["deleted"] else ""
+    return f"{version}{facts['num_samples']:,} samples{deleted}, {size}; order: {order}; digest {facts['digest']}"
 
 
 def _print_fields(facts: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.faults import detached
 from streamloader.errors import FormatError, StreamloaderError
+from streamloader.format.deleted import Remaining
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.order.weights import Selection
 
 THREADS = 8
+PIECE = 1 << 22  # samples of a resident field that are requested together: those that remain have numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Dataset:
     """An opened dataset: its store, manifest, names of the fields to read, and selected samples (None: all of them).
 
     `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches. `excluded`:
-    the number of samples that `exclude=` leaves out.
+    the number of samples that `exclude=` leaves out. `remaining`: those of a version with deleted samples.
 
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
@@ -45,12 +47,13 @@ class Dataset:
     selection: Selection | None = None
     arrays: ArrayFields | None = None
     excluded: int = 0
+    remaining: Remaining | None = None
 
     @cached_property
     def readers(self) -> dict[str, FieldReader | RegionReader]:
         """The reader of each field."""
         if self.arrays is None:
-            return {name: FieldReader(self.store, self.manifest, name) for name in self.names}
+            return {name: FieldReader(self.store, self.manifest, name, self.remaining) for name in self.names}
         layouts = self.layouts
         return {name: RegionReader(self.store, name, layouts[name], self.arrays) for name in self.names}
 
@@ -78,7 +81,7 @@ class Dataset:
     @property
     def num_samples(self) -> int:
         """The number of selected samples."""
-        return self.manifest.num_samples if self.selection is None else len(self.selection)
+        return self.manifest.num_remaining if self.selection is None else len(self.selection)
 
     @cached_property
     def selection_digest(self) -> str | None:
@@ -100,8 +103,8 @@ class Dataset:
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of cached chunk tables, of the numbers of selected samples, and of weights and draws."""
-        selected = 0 if self.selection is None else self.selection.nbytes
+        """The bytes of cached chunk tables, of numbers of selected and deleted samples, and of draws by weights."""
+        selected = sum(numbers.nbytes for numbers in (self.selection, self.remaining) if numbers is not None)
         return selected + sum(self.readers[name].kept_bytes for name in self.names)
 
     def unit(self, params: OrderParams) -> int:
@@ -110,14 +113,15 @@ class Dataset:
         With a selection at least a block: selected samples begin anywhere in a chunk, so two units may read one chunk.
         """
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
-        return chunk if self.selection is None else max(chunk, params.block)
+        return chunk if self.selection is None and self.remaining is None else max(chunk, params.block)
 
     def object_of(self, name: str, sample: int) -> str:
         """Return the URL of the object that has a sample of a field, by its number among all; of arrays the folder."""
         if self.arrays is not None:
             return self.store.url
-        layout = self.layouts[name]
-        return f"{self.store.url}/{layout.shard_key(name, sample // layout.shard)}"
+        layout, stored = self.layouts[name], np.array([sample])
+        stored = stored if self.remaining is None else self.remaining.stored(stored)
+        return f"{self.store.url}/{layout.shard_key(name, int(stored[0]) // layout.shard)}"
 
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
@@ -153,7 +157,7 @@ class Dataset:
 
 def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, ...]:
     """Return the number of the first sample of each of concatenated datasets, among `selected` samples or among all."""
-    counts = (dataset.num_samples if selected else dataset.manifest.num_samples for dataset in datasets[:-1])
+    counts = (dataset.num_samples if selected else dataset.manifest.num_remaining for dataset in datasets[:-1])
     return tuple(accumulate(counts, initial=0))
 
 
@@ -257,5 +261,5 @@ def load_field(
                         on_bad(field.bad_rows(part, 0, field.num_samples), detached(error))
 
     with store.retries.waits_by(sleep):
-        runs = field.runs(0, field.num_samples)
-    run_all(load, runs, THREADS)
+        for start in range(0, field.num_samples, PIECE):
+            run_all(load, field.runs(start, min(start + PIECE, field.num_samples)), THREADS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -22,10 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import SelectionError
+from streamloader.errors import NotFoundError, SelectionError
+from streamloader.format.deleted import Remaining
 from streamloader.format.manifest import Manifest
 from streamloader.format.reader import FieldReader, read_columns
-from streamloader.storage.store import Store
+from streamloader.storage import Store, open_beside
 
 Ints = NDArray[np.int64]
 Column = NDArray[Any]
@@ -311,6 +313,8 @@ def matching_samples(
     where: Condition,
     store: Store,
     manifest: Manifest,
+    remaining: Remaining | None,
+    *,
     times: Mapping[str, Callable[[str], float]],
     check: Callable[[int], object] = bool,
 ) -> Ints:
@@ -330,8 +334,8 @@ def matching_samples(
         remedy = f"fields with a number or text per sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
         problem = f"where={where.text!r} uses {name!r}, which {description}"
         raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
-    where, count = where.with_values(manifest.classes, texts, times), manifest.num_samples
-    readers = {name: FieldReader(store, manifest, name) for name in where.fields}
+    where, count = where.with_values(manifest.classes, texts, times), manifest.num_remaining
+    readers = {name: FieldReader(store, manifest, name, remaining) for name in where.fields}
     # a column as stored, with 64 bits, and intermediate results
     sizes = {name: reader.layout.nbytes // max(1, count) + 8 for name, reader in readers.items()}
     sample_bytes = sum(size + (0 if readers[name].layout.field.fixed else 64) for name, size in sizes.items()) + 16
@@ -351,8 +355,20 @@ def matching_samples(
     return samples
 
 
-def parse_lines(data: bytes, name: str, num_samples: int, dataset: Mapping[str, Any]) -> Ints:
-    """Return the sample numbers in the lines of a file named `name`, in its order.
+def number_files(store: Store, choice: str | os.PathLike[str], option: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the URL and the content of a file of sample numbers, or of each file of a folder that ends in a slash.
+
+    The options of `store` hold for the files if both have the same protocol. Raises `NotFoundError` without a file.
+    """
+    folder, name = open_beside(store, choice)
+    names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
+    if not names:
+        raise NotFoundError(f"{option}={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
+    yield from ((f"{folder.url}/{path}", folder.get(path)) for path in names)
+
+
+def parse_lines(data: bytes, name: str, num_samples: int, dataset: Mapping[str, Any], option: str = "exclude") -> Ints:
+    """Return the sample numbers in the lines of a file named `name` that was given as `option`, in its order.
 
     A line is a whole number, or JSON with the number in "sample". Those that are of another dataset, as the keys of
     `dataset` tell ("split" and "source"), are left out. Raises `SelectionError`, which names the line, for any other
@@ -370,7 +386,7 @@ def parse_lines(data: bytes, name: str, num_samples: int, dataset: Mapping[str, 
         if any(record.get(key, own) != own for key, own in dataset.items()):
             continue
         number = record.get("sample")
-        problem = f"exclude={name}, line {line_number}: {line.decode(errors='replace'):.80}"
+        problem = f"{option}={name}, line {line_number}: {line.decode(errors='replace'):.80}"
         if type(number) is not int:
             raise SelectionError(f"{problem} has no sample number", 'write a number, or JSON like {"sample": 7}')
         if not 0 <= number < num_samples:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Items
+from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.metadata import field_document
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
-from streamloader.format.tables import LengthTable
 from streamloader.format.values import from_bytes
 from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache
@@ -42,12 +42,15 @@ def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
     version: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Open a dataset for random access, by one request; by two for an earlier `version`, counted from 1, than the last.
+    """Open a dataset for random access, by one request.
+
+    An earlier `version`, counted from 1, than the last takes one more, and so does a version with deleted samples.
 
     Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` if `url` is not a finished dataset,
     `FieldError` for an unknown or missing `split`, `UsageError` for an unknown version, and `StorageError`.
     """
-    return Dataset(open_root(open_store(url, storage_options), split, version))
+    opened = open_root(open_store(url, storage_options), split, version)
+    return Dataset(opened, read_remaining(opened.store, opened.manifest))
 
 
 class Dataset:
@@ -58,12 +61,12 @@ class Dataset:
     pickled and used after a fork.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
+    def __init__(self, opened: Opened, remaining: Remaining | None = None) -> None:
+        self._opened, self._remaining = opened, remaining
         self._readers = PerProcess[_Readers]()
 
     def __len__(self) -> int:
-        return self.manifest.num_samples
+        return self.manifest.num_remaining
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
@@ -138,7 +141,7 @@ class Dataset:
             if self.fields[field].fixed:
                 remedy = f"its samples all have the shape {self.fields[field].shape}"
             raise FieldError(f"{self.url} has no table of lengths of field {field!r}", remedy)
-        lengths = LengthTable(self._opened.store, self.manifest, field).read()
+        lengths = read_lengths(self._opened.store, self.manifest, field, self._remaining)
         lengths //= self.fields[field].item_bytes
         return lengths
 
@@ -181,7 +184,7 @@ class Dataset:
 
     def _local_readers(self) -> _Readers:
         """Return the readers of this process: a forked child must not use the locks and clients of its parent."""
-        return self._readers.get(lambda: _Readers(self._opened.store, self._opened.manifest))
+        return self._readers.get(lambda: _Readers(self._opened.store, self._opened.manifest, self._remaining))
 
 
 class _LazyColumn:
@@ -216,8 +219,8 @@ class _LazyColumn:
 class _Readers:
     """The readers of all fields in one process, with a cache of decoded chunks."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
-        self._fields = {name: FieldReader(store, manifest, name) for name in manifest.fields}
+    def __init__(self, store: Store, manifest: Manifest, remaining: Remaining | None) -> None:
+        self._fields = {name: FieldReader(store, manifest, name, remaining) for name in manifest.fields}
         self._chunks = LRUCache[tuple[str, int], Chunk](CACHE_BYTES)
 
     def read(self, name: str, start: int, stop: int) -> Any:
@@ -234,13 +237,14 @@ class _Readers:
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample; its chunks are cached for its neighbours."""
-        chunks = {name: self._chunks.get((name, number // field.layout.chunk)) for name, field in self._fields.items()}
+        firsts = {name: field.chunk_samples(number)[0] for name, field in self._fields.items()}
+        chunks = {name: self._chunks.get((name, first)) for name, first in firsts.items()}
         missing = [name for name, chunk in chunks.items() if chunk is None]
         chunks |= zip(missing, run_all(partial(self._load, number), missing, THREADS), strict=True)
         sample: dict[str, Any] = {}
         for name, chunk in chunks.items():
             layout = self._fields[name].layout
-            row = number % layout.chunk
+            row = number - firsts[name]
             if isinstance(chunk, Items):
                 sample[name] = from_bytes(name, layout.field, chunk[row], number)
             else:
@@ -251,9 +255,8 @@ class _Readers:
     def _load(self, number: int, name: str) -> Chunk:
         """Read the chunk that holds sample `number`, and cache it."""
         field = self._fields[name]
-        index = number // field.layout.chunk
-        first = index * field.layout.chunk
-        column = field.read(first, min(first + field.layout.chunk, field.num_samples))
+        first, stop = field.chunk_samples(number)
+        column = field.read(first, stop)
         chunk = column if isinstance(column, np.ndarray) else column[0][1]
         size = chunk.nbytes if isinstance(chunk, np.ndarray) else chunk.buffer.nbytes
-        return self._chunks.add((name, index), chunk, size)
+        return self._chunks.add((name, first), chunk, size)

@@ -23,6 +23,7 @@ FORMAT = "streamloader"
 VERSION = 1
 TABLES = "_streamloader/chunks"
 APPEND = "append"  # in `requires` of a dataset that was appended to
+DELETE = "delete"  # in `requires` of a version without samples that are stored
 
 Kind = Literal["tensor", "bytes", "text", "ragged"]
 CODECS = tuple(codec for codec in CODEC_CHOICES if codec != "auto")
@@ -156,11 +157,20 @@ class OrderPin:
 
 
 @dataclass(frozen=True)
+class Deleted:
+    """The samples that a version leaves out: how many, and the `generation` and the SHA-256 of the list of them."""
+
+    generation: int
+    count: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The description of one dataset.
 
-    `tables` has the SHA-256 of each field's chunk table, and `lengths` that of each table of lengths, by field name.
-    Each append adds 1 to `generation`.
+    `num_samples` are stored, of which `deleted` are left out. `tables` has the SHA-256 of each field's chunk table, and
+    `lengths` that of each table of lengths, by field name. Each append and each deletion adds 1 to `generation`.
     """
 
     num_samples: int
@@ -171,12 +181,19 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     generation: int = 1
     lengths: Mapping[str, str] = field(default_factory=dict)
+    deleted: Deleted | None = None
+
+    @property
+    def num_remaining(self) -> int:
+        """The number of samples of this version: those that are stored and not deleted."""
+        return self.num_samples - (self.deleted.count if self.deleted else 0)
 
     @property
     def digest(self) -> str:
         """The SHA-256, in hexadecimal, of the canonical JSON of the dataset's identity.
 
-        That is version, num_samples, order, fields, the SHA-256 of each table, and the generation if it is not 1.
+        That is version, num_samples, order, fields, the SHA-256 of each table, the generation if it is not 1, and the
+        deleted samples if there are any.
         """
         # RFC 8785: there are no floats, and keys are ASCII, so sorting by code point is correct
         data = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -193,7 +210,7 @@ class Manifest:
         return {
             **self._identity(),
             "format": FORMAT,
-            "requires": [APPEND] if self.generation > 1 else [],
+            "requires": [APPEND] * (self.generation > 1) + [DELETE] * (self.deleted is not None),
             "samples_per_shard": self.samples_per_shard,
             "digest": self.digest,
             "provenance": dict(self.provenance),
@@ -209,6 +226,7 @@ class Manifest:
             "fields": {name: layout_json(layout) for name, layout in self.fields.items()},
             "tables": dict(self.tables),
             **({"generation": self.generation} if self.generation > 1 else {}),
+            **({"deleted": vars(self.deleted)} if self.deleted else {}),
         }
 
 
@@ -220,6 +238,11 @@ def tables_path(generation: int = 1) -> str:
 def manifest_path(generation: int) -> str:
     """Return the path of the manifest of a generation that was appended to."""
     return f"{tables_path(generation)}/manifest.json"
+
+
+def deleted_path(generation: int) -> str:
+    """Return the path of the list of deleted samples that a generation wrote."""
+    return f"_streamloader/deleted.{generation}"
 
 
 def class_names(notes: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -273,8 +296,9 @@ def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
     return layout
 
 
-KNOWN_REQUIREMENTS = frozenset({APPEND})
+KNOWN_REQUIREMENTS = frozenset({APPEND, DELETE})
 MAX_SAMPLES = 1 << 62  # keeps the positions of an epoch, with padding, below 2^63
+MAX_DELETED = 1 << 28  # readers hold their numbers
 MAX_CHUNKS = 1 << 20  # per shard: its index then has 16 MiB
 MAX_LANES = 1 << 16  # readers loop over lanes
 MAX_WINDOW = 1 << 31
@@ -328,9 +352,12 @@ def read_manifest(attributes: Mapping[str, Any], url: str) -> Manifest:
             provenance=dict(attributes.get("provenance", {})),
             generation=natural(attributes.get("generation", 1), 1),
             lengths=dict(attributes.get("lengths", {})),
+            deleted=_deleted_from_json(attributes["deleted"]) if "deleted" in attributes else None,
         )
-        if (APPEND in attributes.get("requires", [])) != (manifest.generation > 1):
-            raise ValueError(f"generation {manifest.generation} requires {attributes.get('requires', [])}")
+        requires, deletes = attributes.get("requires", []), manifest.deleted is not None
+        if (APPEND in requires, DELETE in requires) != (manifest.generation > 1, deletes):
+            problem = f"generation {manifest.generation}{', with deleted samples,' * deletes} requires {requires}"
+            raise ValueError(problem)
         digest = attributes["digest"]
         for invalid, problem in _checks(manifest):
             if invalid:
@@ -342,6 +369,10 @@ def read_manifest(attributes: Mapping[str, Any], url: str) -> Manifest:
         problem = f"the manifest of {url} states digest {digest}, its content gives {manifest.digest}"
         raise FormatError(problem, "it was edited: convert it again")
     return manifest
+
+
+def _deleted_from_json(raw: Mapping[str, Any]) -> Deleted:
+    return Deleted(natural(raw["generation"], 2), natural(raw["count"], 1), raw["sha256"])
 
 
 def _checks(manifest: Manifest) -> Iterator[tuple[bool, str]]:
@@ -369,6 +400,10 @@ def _checks(manifest: Manifest) -> Iterator[tuple[bool, str]]:
     for name, digest in manifest.lengths.items():
         yield name not in fields or not fields[name].can_have_lengths, f"{name!r} cannot have a table of lengths"
         yield not _SHA256.match(digest), f"hash of lengths {digest!r} of {name}"
+    if deleted := manifest.deleted:
+        yield deleted.generation > manifest.generation, f"samples deleted in generation {deleted.generation}"
+        yield deleted.count > min(samples - 1, MAX_DELETED), f"{deleted.count} of {samples} samples are deleted"
+        yield not _SHA256.match(deleted.sha256), f"hash of deleted samples {deleted.sha256!r}"
     resident = sum(layout.nbytes for layout in fields.values() if layout.resident)
     yield resident > RESIDENT_TOTAL, f"resident fields of {resident} bytes, the limit is {RESIDENT_TOTAL}"
     yield order.lanes > MAX_LANES, f"order of {order.lanes} lanes, the limit is {MAX_LANES}"

@@ -35,7 +35,7 @@ def split_documents(manifests: Mapping[str, Manifest]) -> Document:
         for path, document in dataset_documents(manifest).items():
             node = {key: value for key, value in document.items() if key != "consolidated_metadata"}
             nodes[f"{split}/{path}" if path else split] = node
-    splits = {name: {"num_samples": split.num_samples, "digest": split.digest} for name, split in manifests.items()}
+    splits = {name: {"num_samples": split.num_remaining, "digest": split.digest} for name, split in manifests.items()}
     attributes = {"format": FORMAT, "version": VERSION, "requires": [], "splits": splits}
     return group_document({FORMAT: attributes}, nodes)
 

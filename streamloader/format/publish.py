@@ -36,7 +36,16 @@ from numpy.typing import NDArray
 from streamloader import errors
 from streamloader.format import codecs, opening, tables
 from streamloader.format.geometry import Geometry, order_pin, settle
-from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_path, read_manifest, tables_path
+from streamloader.format.manifest import (
+    FORMAT,
+    NAME,
+    FieldLayout,
+    Manifest,
+    deleted_path,
+    manifest_path,
+    read_manifest,
+    tables_path,
+)
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
@@ -629,15 +638,16 @@ def finish_fields(
         _put_table(store, name, layout, new, tables.ChunkTable(store, base, name).read())
     fields = dict(sorted({**base.fields, **new.fields}.items()))
     lengths = {**base.lengths, **new.lengths}
-    manifest = replace(new, fields=fields, tables={**base.tables, **new.tables}, lengths=lengths)
+    manifest = replace(new, fields=fields, tables={**base.tables, **new.tables}, lengths=lengths, deleted=base.deleted)
     in_memory = all(layout.resident for layout in base.fields.values())  # `base` had no blocks, so no window to keep
     return _checked(store, manifest, in_memory or base.order.window > 4 * base.order.block, provenance)
 
 
 def _checked(store: Store, manifest: Manifest, whole_lanes: bool, provenance: Mapping[str, Any]) -> Manifest:
     """Return the manifest with its final order and provenance. `whole_lanes`: windows are whole lanes, if possible."""
-    decoded = sum(layout.nbytes for layout in manifest.fields.values()) if whole_lanes else None
-    order = order_pin(manifest.num_samples, manifest.order.block, decoded)
+    count, decoded = manifest.num_remaining, sum(layout.nbytes for layout in manifest.fields.values())
+    decoded = decoded * count // max(1, manifest.num_samples)
+    order = order_pin(count, manifest.order.block, decoded if whole_lanes else None)
     manifest = replace(manifest, order=order, provenance=provenance)
     return read_manifest(manifest.to_json(), store.url)  # the checks of readers
 
@@ -871,7 +881,7 @@ def undo_extension(store: Store, base: Manifest, split: bool, fields: Iterable[A
     if split:
         store.put(ROOT, to_bytes(documents[""]))
     store.delete([info.path for info in store.list(tables_path(base.generation + 1))])
-    store.delete([manifest_path(base.generation)])
+    store.delete([deleted_path(base.generation + 1), manifest_path(base.generation)])
 
 
 def _parse_root(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

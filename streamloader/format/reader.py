@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, DecodeError, FieldError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format import codecs
 from streamloader.format.codecs import CRC_BYTES, Column, Items
+from streamloader.format.deleted import Remaining
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
@@ -118,19 +119,22 @@ GAP_BYTES = MIB // 2  # up to this size, reading unneeded chunks between others 
 class FieldReader:
     """Plans, fetches and decodes the chunks of one field; thread-safe.
 
-    `store` has the objects of the dataset. Raises `FieldError` for an unknown field.
+    `store` has the objects of the dataset. With the `remaining` samples of a version that leaves out some, samples are
+    numbered as in that version; without, as they are stored. Raises `FieldError` for an unknown field.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
+    def __init__(self, store: Store, manifest: Manifest, name: str, remaining: Remaining | None = None) -> None:
         layout = manifest.fields.get(name)
         if layout is None:
             raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
         self.name = name
         self.layout = layout
-        self.num_samples = manifest.num_samples
+        self.num_samples = manifest.num_samples if remaining is None else len(remaining)
+        self._num_stored = manifest.num_samples
+        self._remaining = remaining
         self._store = store
         self.table = ChunkTable(store, manifest, name)
-        self._opened = store, manifest, name
+        self._opened = store, manifest, name, remaining
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the cached pages of the chunk table."""
@@ -145,7 +149,7 @@ class FieldReader:
     def sample_bytes(self) -> float:
         """The bytes of a sample, of a variable size the mean."""
         layout = self.layout
-        return float(layout.field.item_bytes) if layout.field.fixed else layout.nbytes / max(1, self.num_samples)
+        return float(layout.field.item_bytes) if layout.field.fixed else layout.nbytes / max(1, self._num_stored)
 
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
@@ -156,6 +160,22 @@ class FieldReader:
         """
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"samples [{start}, {stop}) are out of range: the dataset has {self.num_samples}")
+        if self._remaining is not None:
+            return self._runs_of(self._remaining.stored(np.arange(start, stop)), start, max_bytes)
+        return self._runs(start, stop, max_bytes)
+
+    def chunk_samples(self, sample: int) -> tuple[int, int]:
+        """Return the samples [first, stop) of the chunk that has a sample."""
+        stored = sample if self._remaining is None else int(self._remaining.stored(np.array([sample]))[0])
+        start = stored - stored % self.layout.chunk
+        return self._numbers(start, min(start + self.layout.chunk, self._num_stored))
+
+    def _numbers(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which samples, as [first, stop), are among the stored ones [start, stop)."""
+        return (start, stop) if self._remaining is None else self._remaining.count(start, stop)
+
+    def _runs(self, start: int, stop: int, max_bytes: int) -> list[Run]:
+        """Return the requests that cover the stored samples [start, stop)."""
         layout = self.layout
         runs: list[Run] = []
         for shard in range(start // layout.shard, -(-stop // layout.shard) if stop > start else 0):
@@ -170,6 +190,9 @@ class FieldReader:
 
     def knows_runs(self, start: int, stop: int) -> bool:
         """Return whether `runs` needs no request, since the pages of the chunk table are cached."""
+        if self._remaining is not None and start < stop:
+            start, last = self._remaining.stored(np.array([start, stop - 1])).tolist()
+            stop = last + 1
         return all(map(self.table.is_cached, range(start // self.layout.shard, -(-stop // self.layout.shard))))
 
     def runs_of(self, samples: NDArray[np.int64], first_row: int = 0) -> list[Run]:
@@ -178,15 +201,20 @@ class FieldReader:
         Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `first_row` is the output row of
         the first sample. Raises as `runs`.
         """
-        sample_bytes = self.layout.stored / max(1, self.num_samples)
+        stored = samples if self._remaining is None else self._remaining.stored(samples)
+        return self._runs_of(stored, first_row, MAX_REQUEST)
+
+    def _runs_of(self, samples: NDArray[np.int64], first_row: int, most: int) -> list[Run]:
+        """Return the requests, of up to `most` bytes, for samples by their numbers among the stored ones."""
+        sample_bytes = self.layout.stored / max(1, self._num_stored)
         chunk_bytes = max(1.0, self.layout.chunk * sample_bytes)
-        max_bytes = min(MAX_REQUEST, int(len(samples) * sample_bytes))  # gaps must not add to the bytes in flight
+        max_bytes = min(most, int(len(samples) * sample_bytes))  # gaps must not add to the bytes in flight
         chunks = samples // self.layout.chunk
         gaps = np.flatnonzero((np.diff(chunks) - 1) * chunk_bytes > GAP_BYTES) + 1
         edges = [0, *gaps.tolist(), len(samples)]
         runs: list[Run] = []
         for low, high in pairwise(edges if len(samples) else []):
-            for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, max_bytes):
+            for run in self._runs(int(samples[low]), int(samples[high - 1]) + 1, max_bytes):
                 first, last = np.searchsorted(samples, [run.first_sample, run.first_sample + run.num_samples]).tolist()
                 if last > first:  # otherwise `max_bytes` cut off a gap
                     runs.append(run._replace(picks=samples[first:last], first_row=first_row + first))
@@ -366,8 +394,9 @@ class FieldReader:
 
     def _where(self, run: Run, i: int) -> str:
         sample = run.first_sample + i * self.layout.chunk
-        stop = min(sample + self.layout.chunk, self.num_samples)
-        return f"chunk {run.chunk + i} of {self._url(run)} (samples {sample} to {stop - 1})"
+        first, stop = self._numbers(sample, min(sample + self.layout.chunk, self._num_stored))
+        samples = f"samples {first} to {stop - 1}" if first < stop else "deleted samples"
+        return f"chunk {run.chunk + i} of {self._url(run)} ({samples})"
 
     def _url(self, run: Run) -> str:
         return f"{self._store.url}/{run.path}"
@@ -381,7 +410,7 @@ class FieldReader:
         """
         layout, sizes, start, stop = self.layout, stops - starts, int(starts[0]), int(stops[-1])
         sample = shard * layout.shard + chunk * layout.chunk
-        count = min(len(crcs) * layout.chunk, self.num_samples - sample)
+        count = min(len(crcs) * layout.chunk, self._num_stored - sample)
         run = Run(layout.shard_key(self.name, shard), start, stop, shard, chunk, sizes, crcs, sample, count)
         short = np.flatnonzero(run.sizes < CRC_BYTES)
         if len(short):

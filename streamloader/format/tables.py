@@ -179,7 +179,7 @@ class ChunkTable:
 
     def _load(self, number: int) -> NDArray[np.uint32]:
         path, size = page_path(self._name, number, self._manifest.generation), self._page_bytes
-        data = _get_page(self._store, path, "chunk table", size, exact=True)
+        data = get_page(self._store, path, "chunk table", size, exact=True)
         page = np.frombuffer(data, "<u4").astype(np.uint32).reshape(self._page_shape)
         if self._num_pages == 1:
             self._check_digest(page[: self._shards], self._url(number))
@@ -272,7 +272,7 @@ class LengthTable:
     def _load(self, index: int) -> NDArray[np.uint32]:
         path, page = lengths_path(self._name, index), np.empty(self._layout.shard, "<u4")
         limit = page.nbytes + page.nbytes // 128 + 64  # zstd adds less to data that it cannot compress
-        data = _get_page(self._store, path, "table of lengths", limit)
+        data = get_page(self._store, path, "table of lengths", limit)
         try:
             decompress_exactly("zstd", data, page.view(np.uint8))
         except errors.CorruptError as error:
@@ -280,7 +280,7 @@ class LengthTable:
         return page[: self._num_samples - index * self._layout.shard].astype(np.uint32, copy=False)
 
 
-def _get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False) -> memoryview:
+def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False) -> memoryview:
     """Return the bytes of a page of a table before their checksum: about `limit` at most, or exactly so many.
 
     Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.

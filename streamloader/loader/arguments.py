@@ -15,7 +15,8 @@ import numpy as np
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
-from streamloader.errors import BatchError, FieldError, FormatError, NotFoundError, UsageError
+from streamloader.errors import BatchError, FieldError, FormatError, UsageError
+from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
@@ -39,7 +40,7 @@ from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
-from streamloader.storage import open_beside, open_store, references_url
+from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
@@ -201,14 +202,16 @@ def open_dataset(
         return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
     names = choose_fields(manifest, fields, columns)
-    chosen = choose_selection(where, manifest, store, memory)
-    left = _exclude(source, chosen, manifest.num_samples, store)
-    count = 0 if left is None else (manifest.num_samples if chosen is None else len(chosen)) - len(left)
+    remaining = read_remaining(store, manifest)
+    chosen = choose_selection(where, manifest, store, memory, remaining)
+    left = _exclude(source, chosen, manifest.num_remaining, store)
+    count = 0 if left is None else (manifest.num_remaining if chosen is None else len(chosen)) - len(left)
+    dataset = Dataset(store, manifest, names, left, excluded=count, remaining=remaining)
     if source.weights is None:
-        return Dataset(store, manifest, names, left, excluded=count)
+        return dataset
     from streamloader.loader.weights import draw_by_weights
 
-    return Dataset(store, manifest, names, draw_by_weights(source, left, manifest, store, seed), excluded=count)
+    return replace(dataset, selection=draw_by_weights(source, dataset, left, seed))
 
 
 def choose_versions(
@@ -392,7 +395,9 @@ def check_share(share: EpochShare) -> None:
 PIECE_BYTES = 32 << 20
 
 
-def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Ints | None:
+def choose_selection(
+    where: Any, manifest: Manifest, store: Store, memory: int | None, remaining: Remaining | None = None
+) -> Ints | None:
     """Return the selection of `where`, a `Condition` or as in `WhereChoice` but for texts; None for all samples.
 
     A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
@@ -405,31 +410,28 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
     from streamloader.order.selection import check_fits, check_some, select
 
     if not isinstance(where, Condition):
-        return select(where, manifest.num_samples, memory)
-    check = partial(check_fits, memory=memory)
-    return check_some(matching_samples(where, store, manifest, time_labels(manifest), check), manifest.num_samples)
+        return select(where, manifest.num_remaining, memory)
+    times, check = time_labels(manifest), partial(check_fits, memory=memory)
+    samples = matching_samples(where, store, manifest, remaining, times=times, check=check)
+    return check_some(samples, manifest.num_remaining)
 
 
 def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Ints | AllBut | None:
     """Return a selection of a source's samples (None: all) without those in `exclude=`, which may name files of them.
 
-    The options of `store` hold for the files if both have the same protocol. Raises `SelectionError` for other values
+    Raises as `number_files`, and `SelectionError` for other values
     than sample numbers, for a line of a file without one, and if no sample is left; `NotFoundError` without a file.
     """
     choice: Any = source.exclude
     if choice is None:
         return selection
-    from streamloader.format.conditions import parse_lines
+    from streamloader.format.conditions import number_files, parse_lines
     from streamloader.order.selection import exclude, read_numbers
 
     if isinstance(choice, str | os.PathLike):
-        folder, name = open_beside(store, choice)
-        names = [name] if name else sorted(info.path for info in folder.list() if info.path.endswith(".jsonl"))
-        if not names:
-            raise NotFoundError(f"exclude={folder.url}/ has no *.jsonl", "give a folder with such files, or a file")
         own = {"split": source.split, "source": store.url}
-        read = (parse_lines(folder.get(n), f"{folder.url}/{n}", num_samples, own) for n in names)
-        choice = np.concatenate(list(read))
+        files = number_files(store, choice, "exclude")
+        choice = np.concatenate([parse_lines(data, name, num_samples, own) for name, data in files])
     return exclude(selection, read_numbers(choice, num_samples), num_samples)
 
 

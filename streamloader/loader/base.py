@@ -271,9 +271,7 @@ class Loader:
             arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False, seed=seed
         )
         self._sources = tuple(sources)
-        # None: all of the version that is open
-        self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
-        self._datasets = self._open(self._sources, self._fields)
+        self._datasets = self._open(self._sources, given.fields)
         self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
@@ -518,7 +516,7 @@ class Loader:
         if not force:
             sources = arguments.choose_versions(sources, datasets, first.saved_sources(state))
         if sources != list(self._sources):
-            datasets = self._open(sources, self._fields)
+            datasets = self._open(sources, datasets[0].names)
             first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))
         size = self._rank.size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
@@ -529,8 +527,8 @@ class Loader:
         if datasets is not self._datasets:
             self.close()
             self._datasets, self._first, self._cached_engine = datasets, first, None
-            self._config = self._choose_config(self._options, self._config.memory)  # it may have other fields
-            self._format = self._choose_format(self._options, mixed=bool(self._format.firsts))
+            firsts = self._format.firsts and first_samples(datasets, selected=False)
+            self._format = self._format._replace(firsts=firsts)
         self._set_start(start)
         self._delivered.clear()
         self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)

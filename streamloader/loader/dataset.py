@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import FieldError, MixtureError
-from streamloader.format.tables import LengthTable
+from streamloader.format.deleted import read_lengths
 from streamloader.loader.arguments import (
     PIECE_BYTES,
     Arguments,
@@ -156,14 +156,15 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
         problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
         raise FieldError(problem, "name a field like ragged:int32, bytes or text")
     total = layout.nbytes
-    if dataset.selection is not None:
+    if dataset.selection is not None or dataset.remaining is not None:
         if name not in dataset.manifest.lengths:
             problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
             raise FieldError(problem, "convert the dataset again, or leave where= and exclude= out")
-        lengths, selection = LengthTable(dataset.store, dataset.manifest, name).read(), dataset.selection
-        piece = PIECE_BYTES // 16
-        pieces = (selection[first : first + piece] for first in range(0, len(selection), piece))
-        total = sum(int(lengths[samples].sum()) for samples in pieces)
+        lengths = read_lengths(dataset.store, dataset.manifest, name, dataset.remaining)
+        selection, piece = dataset.selection, PIECE_BYTES // 16
+        starts = range(0, dataset.num_samples, piece)
+        parts = (slice(start, start + piece) for start in starts)
+        total = sum(int(lengths[part if selection is None else selection[part]].sum()) for part in parts)
     return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
 
 

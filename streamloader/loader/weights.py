@@ -30,31 +30,30 @@ if TYPE_CHECKING:
 BALANCED = "balanced:"
 
 
-def draw_by_weights(
-    source: Source, selection: Ints | AllBut | None, manifest: Manifest, store: Store, seed: int
-) -> Drawn:
+def draw_by_weights(source: Source, dataset: Dataset, selection: Ints | AllBut | None, seed: int) -> Drawn:
     """Return the samples that epochs draw from a selection (None: all) by `weights=`, which is in `WeightsChoice`.
 
     A field that it names is read; the options of `store` hold for a file if both have the same protocol. Raises
     `SelectionError` for weights that are invalid or do not fit the dataset, and errors of reading.
     """
-    choice, replacement = source.weights, source.replacement
-    count = manifest.num_samples if selection is None else len(selection)
+    choice, replacement, manifest = source.weights, source.replacement, dataset.manifest
+    count = manifest.num_remaining if selection is None else len(selection)
     given: dict[str, Any] = {"base": selection, "replacement": replacement}
     chosen = slice(None) if selection is None else selection[:]
     if isinstance(choice, str) and choice.startswith(BALANCED):
-        values = _read(choice.removeprefix(BALANCED), manifest, store, f"weights={choice!r}")[chosen]
+        values = _read(choice.removeprefix(BALANCED), dataset, f"weights={choice!r}")[chosen]
         names, classes = np.unique(values, return_inverse=True)
         return Drawn(count, np.ones(names.size), seed, classes.astype(np.int64), **given)
     if isinstance(choice, Mapping):
-        return Drawn(count, *_of_classes(choice, chosen, manifest, store, seed), **given)
+        return Drawn(count, *_of_classes(choice, chosen, dataset, seed), **given)
     if isinstance(choice, str) and choice in manifest.fields:
-        return Drawn(count, _read(choice, manifest, store, f"weights={choice!r}", texts=False)[chosen], seed, **given)
+        return Drawn(count, _read(choice, dataset, f"weights={choice!r}", texts=False)[chosen], seed, **given)
     name = f"weights={choice}" if isinstance(choice, str | os.PathLike) else "weights="
-    loaded: Any = _read_file(choice, manifest, store) if isinstance(choice, str | os.PathLike) else choice
+    loaded: Any = _read_file(choice, manifest, dataset.store) if isinstance(choice, str | os.PathLike) else choice
     numbers = as_array(loaded, "weights", remedy := "give a number for each sample of the dataset")
-    if numbers.dtype.kind not in "biuf" or numbers.size != manifest.num_samples:
-        problem = f"{name} has {numbers.size} values of {numbers.dtype}, the dataset has {manifest.num_samples} samples"
+    if numbers.dtype.kind not in "biuf" or numbers.size != manifest.num_remaining:
+        samples = f"{manifest.num_remaining} samples"
+        problem = f"{name} has {numbers.size} values of {numbers.dtype}, the dataset has {samples}"
         raise SelectionError(problem, f"{remedy}, also if where= or exclude= leaves some out")
     return Drawn(count, numbers[chosen], seed, **given)
 
@@ -68,7 +67,7 @@ def class_shares(choice: WeightsChoice, dataset: Dataset, samples: Ints) -> dict
         field = next(iter(choice))
     else:
         return {}
-    values, counts = np.unique(_read(field, manifest, dataset.store, "")[samples], return_counts=True)
+    values, counts = np.unique(_read(field, dataset, "")[samples], return_counts=True)
     names = manifest.classes.get(field, ())
     shown = [value.decode(errors="replace") if isinstance(value, bytes) else int(value) for value in values]
     labels = [names[value] if isinstance(value, int) and value < len(names) else str(value) for value in shown]
@@ -76,7 +75,7 @@ def class_shares(choice: WeightsChoice, dataset: Dataset, samples: Ints) -> dict
 
 
 def _of_classes(
-    choice: Mapping[str, Any], chosen: slice | Ints, manifest: Manifest, store: Store, seed: int
+    choice: Mapping[str, Any], chosen: slice | Ints, dataset: Dataset, seed: int
 ) -> tuple[NDArray[np.float64], int, Ints]:
     """Return the weight of each named class, the seed, and the class of each sample: -1 for one that is not named."""
     shown = f"weights={choice!r:.80}"
@@ -84,8 +83,8 @@ def _of_classes(
     if len(choice) != 1 or not isinstance(by_class := next(iter(choice.values())), Mapping) or not by_class:
         raise SelectionError(shown, remedy)
     field = next(iter(choice))
-    values = _read(field, manifest, store, shown)[chosen]
-    classes = {_value(key, field, values, manifest, shown): key for key in by_class}
+    values = _read(field, dataset, shown)[chosen]
+    classes = {_value(key, field, values, dataset.manifest, shown): key for key in by_class}
     if len(classes) < len(by_class):
         raise SelectionError(f"{shown} has a class twice", "name each class once")
     named = sorted(classes)
@@ -118,16 +117,17 @@ def _value(key: Any, field: str, values: NDArray[Any], manifest: Manifest, shown
     return int(key)
 
 
-def _read(name: str, manifest: Manifest, store: Store, shown: str, *, texts: bool = True) -> NDArray[Any]:
+def _read(name: str, dataset: Dataset, shown: str, *, texts: bool = True) -> NDArray[Any]:
     """Return all values of a field with one number (or text, as bytes) per sample. Raises `SelectionError`."""
+    manifest = dataset.manifest
     usable = _usable(manifest, texts=texts)
     if name not in usable:
         description = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
         kind = "a whole number or a text" if texts else "a number"
         problem = f"{shown} uses {name!r}, which {description}"
         raise SelectionError(problem, f"fields with {kind} per sample are {', '.join(usable) or 'none'}")
-    layout, count = manifest.fields[name], manifest.num_samples
-    readers = {name: FieldReader(store, manifest, name)}
+    layout, count = manifest.fields[name], manifest.num_remaining
+    readers = {name: FieldReader(dataset.store, manifest, name, dataset.remaining)}
     piece = max(1, PIECE_BYTES * count // max(1, layout.nbytes + 64 * count))
     columns = [read_columns(readers, at, min(at + piece, count))[name] for at in range(0, count, piece)]
     if layout.field.fixed:

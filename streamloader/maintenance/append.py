@@ -50,7 +50,8 @@ class AppendReport:
     """The result of an append: the new manifest of the dataset or split.
 
     `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `fields` are the names of added
-    fields. `shards` is the number of written shards, of which an earlier, interrupted run wrote `shards_kept`.
+    fields, and `deleted` the number of samples that the new version leaves out. `shards` is the number of written
+    shards, of which an earlier, interrupted run wrote `shards_kept`.
     """
 
     url: str
@@ -61,6 +62,7 @@ class AppendReport:
     shards: int
     shards_kept: int
     fields: tuple[str, ...] = ()
+    deleted: int = 0
 
 
 def append(
@@ -396,7 +398,7 @@ class _Append(Addition):
         """Append the samples; nothing if the source is empty."""
         base = self.opened.manifest
         if not self.source.num_samples:
-            return AppendReport(self.opened.store.url, self.format, base, base.num_samples, 0, 0, 0)
+            return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
         return super().run()
 
     def plan(self) -> Callable[[], publish.Extension]:
@@ -411,8 +413,8 @@ class _Append(Addition):
     def report(self, manifest: Manifest) -> AppendReport:
         """Return the report of the append that made this manifest."""
         added, size = self.source.num_samples, manifest.samples_per_shard
-        before = manifest.num_samples - added
-        shards = -(-manifest.num_samples // size) - before // size
+        shards = -(-manifest.num_samples // size) - (manifest.num_samples - added) // size
+        before = manifest.num_remaining - added
         return AppendReport(self.opened.store.url, self.format, manifest, before, added, shards, shards)
 
 

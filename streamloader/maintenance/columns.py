@@ -34,6 +34,7 @@ from streamloader.conversion.transforms import parse_map
 from streamloader.errors import FieldError, UsageError
 from streamloader.format import publish
 from streamloader.format.codecs import Column
+from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.geometry import EXPANSION, add_layouts
 from streamloader.format.manifest import Field, Manifest, class_names
 from streamloader.format.opening import Opened, open_root
@@ -115,11 +116,13 @@ def run_addition(
     opened = open_root(root, split)
     if not opened.manifest.num_samples:
         raise UsageError(f"{opened.store.url} has no samples", "convert samples that have the new fields")
-    opener = _Opener(opened, options, run_options, storage_options)
+    remaining = read_remaining(opened.store, opened.manifest)
+    opener = _Opener(opened, remaining, options, run_options, storage_options)
     parts = [opener.open(value, selected) for value, selected in _groups(columns)]
     run_options.check(job.TransformOptions(), opened.store.url, *(source.url for _, source in parts))
     source, formats = _side_by_side([source for _, source in parts]), "+".join(name for name, _ in parts)
-    common = root, opened, split, formats, source, job.TransformOptions(), run_options
+    stored = source if remaining is None else _with_blanks(source, remaining)
+    common = root, opened, split, formats, stored, job.TransformOptions(), run_options
     report = _Columns(*common, tuple(parts), options.on).run()
     run_options.listener(job.Progress("finish", source.num_samples, source.num_samples))
     return report
@@ -157,6 +160,7 @@ class _Opener:
     """Opens the sources of new fields of a dataset."""
 
     opened: Opened
+    remaining: Remaining | None
     options: ColumnOptions
     run_options: job.RunOptions
     storage_options: Mapping[str, Any] | None
@@ -172,7 +176,7 @@ class _Opener:
             return PYTHON, open_object(samples, selection, self.run_options.uses_processes(url))
         transforms = job.TransformOptions(selection, mapper=parse_map(value, self.options.batch))
         self.run_options.check(transforms, url)
-        return FORMAT, transforms.apply(_samples(self.opened))
+        return FORMAT, transforms.apply(_samples(self.opened, self.remaining))
 
     def _open_file(self, path: str | os.PathLike[str], selection: FieldSelection) -> Part:
         store_options = default_options(self.options.source_options, path, self.storage_options, self.opened.store.url)
@@ -195,7 +199,7 @@ class _Opener:
 
     def _check_count(self, count: int, problem: str) -> None:
         """Raise `FieldError` unless `count` is the number of samples."""
-        samples = self.opened.manifest.num_samples
+        samples = self.opened.manifest.num_remaining
         if count != samples:
             remedy = "give one for each sample in order, or join a file by a key with on="
             raise FieldError(f"{problem}, {self.opened.store.url} has {samples} samples", remedy)
@@ -204,10 +208,10 @@ class _Opener:
         """Return the key of each sample."""
         manifest, store = self.opened.manifest, self.opened.store
         if on == INDEX and on not in manifest.fields:
-            return np.arange(manifest.num_samples)
+            return np.arange(manifest.num_remaining)
         if on not in manifest.fields:
             raise FieldError(f"{store.url} has no field {on!r}", f"its fields are {', '.join(manifest.fields)}")
-        columns = read_columns({on: FieldReader(store, manifest, on)}, 0, manifest.num_samples)
+        columns = read_columns({on: FieldReader(store, manifest, on, self.remaining)}, 0, manifest.num_remaining)
         return _as_keys(columns[on], manifest.fields[on].field, f"field {on!r} of {store.url}")
 
 
@@ -255,18 +259,17 @@ def _named(keys: NDArray[Any]) -> str:
     return f"the keys {', '.join(shown)}{more}" if len(keys) > 1 else f"the key {shown[0]}"
 
 
-def _samples(opened: Opened) -> RowSource:
+def _samples(opened: Opened, remaining: Remaining | None) -> RowSource:
     """Return the samples of a dataset as a source."""
     store, manifest = opened.store, opened.manifest
     fields = {name: layout.field for name, layout in manifest.fields.items()}
-    return RowSource(
-        store.url, (), fields, manifest.num_samples, {}, lambda rows: partial(_read, store, manifest, rows)
-    )
+    read = partial(_read, store, manifest, remaining)
+    return RowSource(store.url, (), fields, manifest.num_remaining, {}, lambda rows: partial(read, rows))
 
 
-def _read(store: Store, manifest: Manifest, rows: RowNumbers, _on_bad: OnBad) -> Columns:
+def _read(store: Store, manifest: Manifest, remaining: Remaining | None, rows: RowNumbers, _on_bad: OnBad) -> Columns:
     """Return these samples of a dataset, ascending, by columns."""
-    readers = {name: FieldReader(store, manifest, name) for name in manifest.fields}
+    readers = {name: FieldReader(store, manifest, name, remaining) for name in manifest.fields}
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     parts = [read_columns(readers, int(run[0]), int(run[-1]) + 1) for run in runs]
     if len(parts) == 1:
@@ -300,6 +303,31 @@ def _reordered(source: RowSource, rows: RowNumbers) -> RowSource:
 
 def _take(fragment: Fragment, wanted: RowNumbers, places: RowNumbers, _on_bad: OnBad) -> Columns:
     return take_rows(fragment(raise_bad_rows(wanted)), places)
+
+
+def _with_blanks(source: RowSource, remaining: Remaining) -> RowSource:
+    """Return a source with a row for each stored sample: zeros, or an empty item, for a deleted one."""
+
+    def cut(stored: RowNumbers) -> Fragment:
+        rows, left = remaining.find(stored)
+        fragment = source.fragment(rows) if len(rows) else None
+        return partial(_spread, fragment, rows, left, source.fields)
+
+    return replace(source, num_samples=remaining.num_stored, fragment=cut)
+
+
+def _spread(
+    fragment: Fragment | None, rows: RowNumbers, left: NDArray[np.bool_], fields: Mapping[str, Field], _on_bad: OnBad
+) -> Columns:
+    columns = {} if fragment is None else fragment(raise_bad_rows(rows))
+    spread: Columns = {}
+    for name, field in fields.items():
+        blanks = np.zeros((len(left), *field.shape), field.dtype) if field.fixed else np.full(len(left), b"", object)
+        if name in columns:
+            column = columns[name]
+            blanks[left] = column if field.fixed else np.fromiter(column, object, len(column))
+        spread[name] = blanks if field.fixed else blanks.tolist()
+    return spread
 
 
 def _side_by_side(sources: Sequence[RowSource]) -> RowSource:
@@ -374,7 +402,7 @@ class _Columns(Addition):
 
     def report(self, manifest: Manifest) -> AppendReport:
         """Return the report of the addition that made this manifest."""
-        count, shards = manifest.num_samples, -(-manifest.num_samples // manifest.samples_per_shard)
+        count, shards = manifest.num_remaining, -(-manifest.num_samples // manifest.samples_per_shard)
         names = tuple(self.source.fields)
         return AppendReport(self.opened.store.url, self.format, manifest, count, 0, shards, shards, names)
 

@@ -23,6 +23,7 @@ from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.tar import INTEGERS, TEXTS
 from streamloader.errors import DestinationError, FieldError, UsageError
 from streamloader.format.codecs import Column, encode_chunk
+from streamloader.format.deleted import read_remaining
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.metadata import field_document, group_document, to_bytes
 from streamloader.format.opening import ROOT, open_root
@@ -274,10 +275,11 @@ def export(
         raise UsageError(f"format {format!r}", f"choose one of {', '.join(FORMATS)}")
     kind, (manifest, store, _) = FORMATS[format], open_root(open_store(url, storage_options), split)
     names = fields.split(",") if isinstance(fields, str) else manifest.fields if fields is None else fields
-    readers = {name.strip(): FieldReader(store, manifest, name.strip()) for name in names}
+    remaining = read_remaining(store, manifest)
+    readers = {name.strip(): FieldReader(store, manifest, name.strip(), remaining) for name in names}
     if not readers:
         raise FieldError("no field is selected", f"the dataset has {', '.join(manifest.fields)}")
-    layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_samples
+    layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_remaining
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
     make_files = kind.plan(task)
     target = _open_empty(dst, default_options(target_options, dst, storage_options, url), store.url)

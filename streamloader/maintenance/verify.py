@@ -31,7 +31,8 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.errors import DecodeError, FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format import opening, tables
 from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, Items, index_size
-from streamloader.format.manifest import NAME, TABLES, Manifest, parse_json, tables_path
+from streamloader.format.deleted import Remaining, read_remaining
+from streamloader.format.manifest import NAME, TABLES, Manifest, deleted_path, parse_json, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
@@ -173,14 +174,14 @@ def verify(
     store, problems = open_store(url, storage_options), Problems()
     datasets, names = problems.confirmed(lambda: _open(store, split, problems))
     sizes = _list(store)
-    views = [DatasetView(name, opened.manifest, opened.store, sizes, problems) for name, opened in datasets.items()]
+    views = [_view(name, opened, sizes, problems) for name, opened in datasets.items()]
     for view in views:
         if not view.appending:
             check_documents(view)
         check_arrays(view)
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
     objects, size, decoded = _check_fields(views, problems, progress, Images() if decode else None)
-    compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
+    compared, samples = 0, {view.split: view.manifest.num_remaining for view in views}
     if against is not None:
         count = counter(Progress("compare", total=sum(samples.values())), progress)
         compared = sum(_compare(view, (against, format, options), count) for view in views)
@@ -390,6 +391,7 @@ class DatasetView:
     """A dataset, or the split `split` of one, to verify.
 
     `sizes` has the size in bytes of every object below the root, by path; None if the store does not list its objects.
+    `remaining`: the samples that are not deleted, if some are. Problems have the numbers of these.
     """
 
     split: str
@@ -397,6 +399,11 @@ class DatasetView:
     store: Store
     sizes: Mapping[str, int] | None
     problems: Problems
+    remaining: Remaining | None = None
+
+    def numbers(self, stored: Samples) -> Samples:
+        """Return the numbers of the samples among the stored ones [first, stop)."""
+        return stored if self.remaining is None else self.remaining.count(*stored)
 
     @property
     def appending(self) -> bool:
@@ -424,17 +431,15 @@ class DatasetView:
         samples: Samples | None = None,
         value: bool = False,
     ) -> None:
-        """Report a problem of the object at `path`. `value`: see `Problems.add_value`."""
+        """Report a problem of the object at `path`. `value`: see `Problems.add_value`. No `samples`: deleted ones."""
+        samples = samples if samples and samples[0] < samples[1] else None
         add = self.problems.add_value if value else self.problems.add
         add(Problem(problem, self.below_root(path), self.split, field, chunk, samples))
 
     def owns(self, path: str) -> bool:
         """Return whether the manifest lists the object at `path`, or it belongs to the table of an earlier version."""
         manifest, chunk_tables = self.manifest, tables_path(self.manifest.generation)
-        if path.startswith(f"{ARRAYS}/") and "beside" in manifest.provenance:
-            return True
-        earlier = _TABLES.match(path)
-        if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
+        if self._owns_more(path):
             return True
         folder, _, name = path.rpartition("/")
         within = f"{tables.LENGTHS if path.startswith(tables.LENGTHS) else chunk_tables}/"
@@ -451,6 +456,26 @@ class DatasetView:
         if path in (layout.shard_key(field, number), tables.lengths_path(field, number)):
             return number < shards  # an append or a resumed conversion may leave pages of lengths without a table
         return number < pages and path == tables.page_path(field, number, manifest.generation)
+
+    def _owns_more(self, path: str) -> bool:
+        """Return whether an object is beside the fields, of an earlier version, or a list of deleted samples."""
+        manifest, earlier = self.manifest, _TABLES.match(path)
+        if path.startswith(f"{ARRAYS}/") and "beside" in manifest.provenance:
+            return True
+        if manifest.deleted and path in map(deleted_path, range(2, manifest.deleted.generation + 1)):
+            return True
+        return earlier is not None and int(earlier["generation"] or 1) < manifest.generation
+
+
+def _view(split: str, opened: opening.Opened, sizes: Mapping[str, int] | None, problems: Problems) -> DatasetView:
+    """Return the view of a dataset or split; report a list of deleted samples that is damaged."""
+    view = DatasetView(split, opened.manifest, opened.store, sizes, problems)
+    try:
+        return replace(view, remaining=read_remaining(view.store, view.manifest))
+    except FormatError as error:
+        assert view.manifest.deleted
+        view.add(error.problem, deleted_path(view.manifest.deleted.generation))
+        return view
 
 
 def check_arrays(view: DatasetView) -> None:
@@ -563,7 +588,7 @@ class FieldCheck:
         self.num_shards = self.layout.num_shards(self._num_samples)
         self._rows = tables.rows_per_page(self.layout, self._num_samples)
         self._table = tables.ChunkTable(view.store, view.manifest, name)
-        self._reader = FieldReader(view.store, view.manifest, name)
+        self._reader = FieldReader(view.store, view.manifest, name, view.remaining)
         self._damaged: set[int] = set()  # pages of the table
         # the bytes of each shard, and its images
         self._stored, self._decoded, self._pictures = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -660,9 +685,10 @@ class FieldCheck:
         return -(-(samples[1] - samples[0]) // self.layout.chunk)
 
     def _add(self, problem: str, path: str, samples: Samples, chunk: int | None = None) -> None:
-        first, last = samples[0], samples[1] - 1
-        text = f"sample {first}" if first == last else f"samples {first} to {last}"
-        self.view.add(f"{problem} ({text})", path, self.name, chunk=chunk, samples=samples)
+        first, stop = numbers = self.view.numbers(samples)
+        text = f"sample {first}" if first == stop - 1 else f"samples {first} to {stop - 1}"
+        text = text if first < stop else "deleted samples"
+        self.view.add(f"{problem} ({text})", path, self.name, chunk=chunk, samples=numbers)
 
     def _by_table(self, number: int, path: str, samples: Samples) -> _Shard | None:
         """Return a shard located by the chunk table; None if the page is damaged."""
@@ -739,7 +765,7 @@ class FieldCheck:
             if high - low > 1:
                 return sum(self._check_run(shard, chunk, chunk + 1, silent) for chunk in range(low, high))
             if not silent:
-                samples = run.first_sample, run.first_sample + run.num_samples
+                samples = self.view.numbers((run.first_sample, run.first_sample + run.num_samples))
                 self.view.add(error.problem, shard.path, self.name, chunk=low, samples=samples)
             return 1
         return 0
@@ -759,8 +785,9 @@ class FieldCheck:
             bad_rows = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
             bad += [(int(row), "it is neither 0 nor 1") for row in bad_rows[:most]]
         for row, reason in bad:
-            problem = f"field {self.name!r} of sample {run.first_sample + row}"
-            self._add_value(run, row, problem, f", is not {field}: {reason}")
+            first, stop = self.view.numbers((run.first_sample + row, run.first_sample + row + 1))
+            if first < stop:
+                self._add_value(run, row, f"field {self.name!r} of sample {first}", f", is not {field}: {reason}")
         for row, items in placed if self._decoder else ():
             self._check_images(run, row, items)
         if shard.lengths is not None:
@@ -773,15 +800,16 @@ class FieldCheck:
         assert self._decoder
         self._pictures[run.shard] += len(items)
         for number in range(len(items)):
-            sample = run.first_sample + row + number
-            if problem := self._images.problem(self._decoder, items[number], sample):
+            sample, stop = self.view.numbers((run.first_sample + row + number, run.first_sample + row + number + 1))
+            if sample < stop and (problem := self._images.problem(self._decoder, items[number], sample)):
                 self._add_value(run, row + number, problem)
 
     def _add_value(self, run: Run, row: int, problem: str, reason: str = "") -> None:
         """Report a value of a run, in a chunk that is not damaged."""
         sample, chunk = run.first_sample + row, run.chunk + row // self.layout.chunk
+        samples = self.view.numbers((sample, sample + 1))
         text, all_values = f"{problem}, in chunk {chunk} of {self._url(run.path)}{reason}", self._images is not None
-        self.view.add(text, run.path, self.name, chunk=chunk, samples=(sample, sample + 1), value=all_values)
+        self.view.add(text, run.path, self.name, chunk=chunk, samples=samples, value=all_values)
 
     def _compare_lengths(self, run: Run, placed: Sequence[Placed], lengths: NDArray[np.uint32]) -> None:
         """Report the first sample of each chunk that differs in size from `lengths`, those of the run's samples."""
@@ -789,9 +817,10 @@ class FieldCheck:
         for row, items in placed:
             sizes = items.stops - items.starts
             for i in np.flatnonzero(lengths[row : row + len(sizes)] != sizes)[:1].tolist():
-                sample, stated = run.first_sample + row + i, lengths[row + i]
-                problem = f"the table of lengths {self._url(path)} gives sample {sample} {stated} bytes"
-                self.view.add(f"{problem}, it has {sizes[i]}", path, self.name, samples=(sample, sample + 1))
+                samples = self.view.numbers((run.first_sample + row + i, run.first_sample + row + i + 1))
+                which = f"sample {samples[0]}" if samples[0] < samples[1] else "a deleted sample"
+                problem = f"the table of lengths {self._url(path)} gives {which} {lengths[row + i]} bytes"
+                self.view.add(f"{problem}, it has {sizes[i]}", path, self.name, samples=samples)
 
 
 def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:
@@ -845,7 +874,7 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
         view.add(f"{url} has {manifest.num_samples} samples, {source.url} has {rows.count}{split}", "")
         if {"split", "shuffle"} & set(manifest.provenance):
             return 0  # the samples come from other rows, so every one would differ
-    readers = {name: FieldReader(view.store, manifest, name) for name in fields}
+    readers = {name: FieldReader(view.store, manifest, name, view.remaining) for name in fields}
     stop = min(rows.count, manifest.num_samples)
 
     def check(start: int) -> int:
@@ -869,8 +898,12 @@ def _bad_rows(source: RowSource, rows: SampleRows, size: int) -> set[int]:
 def _compare_samples(
     view: DatasetView, source: RowSource, rows: SampleRows, readers: Mapping[str, FieldReader], *, samples: Samples
 ) -> int:
-    """Report which of the samples [start, stop) differ from their source rows; return the number that was compared."""
+    """Report which of the stored samples [start, stop) differ from their source rows; return the number compared."""
     numbers, url, bad = rows.read(*samples), view.store.url, list[BadSample]()
+    if view.remaining is not None:
+        numbers, samples = numbers[view.remaining.find(np.arange(*samples))[1]], view.numbers(samples)
+    if not len(numbers):
+        return 0
     ascending = np.sort(numbers)
     columns = source.fragment(ascending)(bad.append)
     for bad_sample in bad:

@@ -82,7 +82,7 @@ class Version:
     @property
     def num_samples(self) -> int | None:
         """The number of samples, or None if the manifest was not kept."""
-        return self.manifest.num_samples if self.manifest else None
+        return self.manifest.num_remaining if self.manifest else None
 
     @property
     def stored(self) -> int | None:
@@ -109,11 +109,13 @@ def compare(before: Manifest, after: Manifest) -> VersionDiff:
     classes = {
         name: [n for n in names if n not in before.classes.get(name, ())] for name, names in after.classes.items()
     }
+    stored = after.num_samples - before.num_samples
+    deleted = stored - (after.num_remaining - before.num_remaining)
     return VersionDiff(
         before.generation,
         after.generation,
-        samples_added=max(0, after.num_samples - before.num_samples),
-        samples_deleted=max(0, before.num_samples - after.num_samples),
+        samples_added=max(0, stored) + max(0, -deleted),
+        samples_deleted=max(0, deleted) + max(0, -stored),
         fields_added={name: field for name, field in new.items() if name not in old},
         fields_removed={name: field for name, field in old.items() if name not in new},
         fields_changed={name: (old[name], new[name]) for name in old if new.get(name, old[name]) != old[name]},

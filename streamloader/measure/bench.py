@@ -165,9 +165,9 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     """
     options = options or BenchOptions()
     manifest, store, _ = open_root(open_store(url, options.storage_options), options.split)
-    if not manifest.num_samples:
+    if not manifest.num_remaining:
         raise UsageError(f"{store.url} has no samples", "give a dataset with samples")
-    options = replace(options, batch_size=options.batch_size or min(BATCH_SIZE, manifest.num_samples))
+    options = replace(options, batch_size=options.batch_size or min(BATCH_SIZE, manifest.num_remaining))
     images = _image_fields(manifest, options)
     with closing(_open_dataset(url, options, images)) as dataset:
         next(iter(dataset))  # raises errors of the arguments before anything is measured
@@ -186,7 +186,7 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     figures: dict[str, Any] = {"fetch": fetch, "unpack": unpack, "images": decoded, "loader": loader}
     ratio, verdict = judge(**figures, stats=stats, cores=cpu_count(), resident=resident)
     ceilings = (*fetches, unpack, *decoded)
-    counts = manifest.num_samples, options.batch_size or 0
+    counts = manifest.num_remaining, options.batch_size or 0
     return BenchResult(store.url, *counts, first, ceilings, loader, stats, ratio, verdict)
 
 

@@ -396,7 +396,7 @@ def _epoch(
         block = source.params.block if options.shuffle is not False or not dataset.arrays else unshuffled
         count, size = _estimate_reads(dataset, streamed, block)
         whole, arrays = replace(dataset, selection=None), array_reads(dataset, block)
-        resident_count, resident_size = _estimate_reads(whole, resident, max(1, dataset.manifest.num_samples))
+        resident_count, resident_size = _estimate_reads(whole, resident, max(1, dataset.manifest.num_remaining))
         if arrays:  # requests for whole objects do not state their size
             each_block = sum(each.read for each in arrays)
             if budget.keeps:  # by each rank

@@ -238,7 +238,11 @@ def own_manifest(group: ZarrGroup) -> Manifest | None:
         return None
     if isinstance(splits := attributes.get("splits"), Mapping):
         raise FieldError(f"{group.url} has the splits {', '.join(splits)}; no split was given", "open one with split=")
-    return read_manifest(attributes, group.url)
+    manifest = read_manifest(attributes, group.url)
+    if manifest.deleted is not None:
+        problem = f"samples were deleted from {group.url}, whose arrays still have them"
+        raise FieldError(problem, "open it without sample_axis=, windows= and patches=, or convert it again")
+    return manifest
 
 
 def open_arrays(

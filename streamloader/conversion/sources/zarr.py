@@ -27,6 +27,7 @@ from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
 from streamloader.errors import FieldError, FormatError, SourceError
 from streamloader.format.codecs import with_checksum
+from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.metadata import group_document, plain_document
 from streamloader.format.opening import open_root
@@ -219,8 +220,8 @@ def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSel
     fields = {name: manifest.fields[name].field for name in arrays.pick(manifest.fields, selection, store.url)}
     kept = {key: value for key, value in manifest.provenance.items() if key in ("beside", "classes")}
     notes = {**kept, "recut": {"digest": manifest.digest, "provenance": dict(manifest.provenance)}}
-    read = partial(_read_dataset, store, manifest)
-    container = arrays.Container(store.url, manifest.num_samples, fields, read, notes)
+    read = partial(_read_dataset, store, manifest, read_remaining(store, manifest))
+    container = arrays.Container(store.url, manifest.num_remaining, fields, read, notes)
     source = arrays.stack(listing.url, _files_of(files, path), [container])
     return replace(source, beside=partial(_read_beside, store)) if "beside" in kept else source
 
@@ -230,10 +231,12 @@ def _read_beside(store: Store) -> dict[str, bytes]:
     return {info.path: store.get(info.path) for info in store.list(ARRAYS)}
 
 
-def _read_dataset(store: Store, manifest: Manifest, rows: NDArray[np.int64], into: arrays.Into) -> None:
+def _read_dataset(
+    store: Store, manifest: Manifest, remaining: Remaining | None, rows: NDArray[np.int64], into: arrays.Into
+) -> None:
     """Read rows with all checks of streaming: a missing shard is an error, not a fill value. Raises a `FormatError`."""
     for name, column in into.items():
-        reader = FieldReader(store, manifest, name)
+        reader = FieldReader(store, manifest, name, remaining)
         runs = reader.runs_of(rows)
         for first in range(0, len(runs), READ_THREADS):  # bounds the memory
             load = partial(_load, reader, None if isinstance(column, list) else column)

@@ -1,0 +1,189 @@
+"""Deletes samples of a finished dataset: a new version leaves them out.
+
+The steps are those of an append, of no fields.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion import job
+from streamloader.conversion.executors import parse_engine
+from streamloader.conversion.sources.base import RowSource
+from streamloader.errors import SelectionError, UsageError
+from streamloader.format import publish
+from streamloader.format.conditions import Condition, matching_samples, number_files, parse_lines
+from streamloader.format.deleted import Remaining, read_remaining, write_deleted
+from streamloader.format.manifest import Manifest
+from streamloader.format.opening import Opened, open_root
+from streamloader.maintenance.append import Addition, AppendReport, read_claim, with_entry
+from streamloader.storage import open_store
+from streamloader.zarr.coordinates import time_labels
+
+FORMAT = "numbers"  # of the "source" of a deletion
+DELETED = "deleted"  # in the provenance
+
+Ints = NDArray[np.int64]
+
+
+def delete(
+    url: str | os.PathLike[str],
+    *,
+    where: str | None = None,
+    ids: Any = None,
+    split: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: job.Listener | None = None,
+) -> AppendReport:
+    """Delete samples of the finished dataset at `url`, or of one `split` of it: a new version leaves them out.
+
+    `where` is a condition on fields, as `where=` of `StreamingDataset` takes. `ids` are sample numbers of the current
+    version, or the path or URL of a file, or of a folder of `*.jsonl`, of them as `exclude=` takes. The samples that
+    remain are numbered from 0. Nothing is published if no sample matches `where`; the report has how many were
+    `deleted`. Their bytes stay in the shards, for earlier versions. Readers see the earlier version until the deletion
+    is published, and those that opened it keep reading it. To resume an interrupted deletion, repeat the call.
+
+    Raises `SelectionError` for an invalid condition or numbers, `UsageError` for other arguments and if no sample would
+    remain, `DestinationError` if an append or a deletion is in progress or was published in the meantime, the errors of
+    `open`, and `StorageError`.
+    """
+    if (where is None) == (ids is None):
+        raise UsageError("delete takes where= or ids=", "give one of them")
+    root = open_store(url, storage_options)
+    opened = open_root(root, split)
+    listener = progress or job.ignore
+    run_options = job.RunOptions(0, "raise", listener, parse_engine("local"))
+    chosen = _Chosen(where, ids, split, opened)
+    nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
+    report = _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen).run()
+    listener(job.Progress("finish", report.deleted, report.deleted))
+    return report
+
+
+def _no_rows(_rows: Ints) -> Any:
+    raise AssertionError("a deletion reads no rows of a source")
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """The samples to delete, as they were given: a condition, or numbers or their files."""
+
+    where: str | None
+    ids: Any
+    split: str | None
+    opened: Opened
+
+    @cached_property
+    def _files(self) -> list[tuple[str, bytes]]:
+        """The names and the contents of the files of sample numbers."""
+        return list(number_files(self.opened.store, self.ids, "ids"))
+
+    @cached_property
+    def _given(self) -> NDArray[Any]:
+        """The numbers that were given. Raises `SelectionError`."""
+        remedy = "give sample numbers, or the path or URL of a file of them"
+        try:
+            numbers = np.asarray(self.ids)
+        except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
+            raise SelectionError(f"ids= is not an array: {error}", remedy) from error
+        if numbers.ndim != 1 or not (numbers.dtype.kind in "iu" or not numbers.size) or np.ma.is_masked(self.ids):
+            raise SelectionError(f"ids= has the dtype {numbers.dtype} and the shape {numbers.shape}", remedy)
+        return numbers
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of what was given. It does not depend on the version, so that a published deletion is known."""
+        parts = [(self.where or "").encode()]
+        if isinstance(self.ids, str | os.PathLike):
+            parts = [data for _, data in self._files]
+        elif self.ids is not None:
+            parts = [np.sort(self._given).astype(np.int64).tobytes()]
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+    def samples(self, remaining: Remaining | None) -> Ints:
+        """Return the samples to delete, by their ascending numbers in the opened version. Raises `SelectionError`."""
+        manifest, store, _ = self.opened
+        count = manifest.num_remaining
+        if self.where is not None:
+            condition, times = Condition.parse(self.where), time_labels(manifest)
+            return matching_samples(condition, store, manifest, remaining, times=times)
+        if isinstance(self.ids, str | os.PathLike):
+            own = {"split": self.split, "source": store.url}
+            numbers = np.concatenate([parse_lines(data, name, count, own, "ids") for name, data in self._files])
+        else:
+            numbers = self._given
+            if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+                problem = f"ids= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {count}"
+                raise SelectionError(problem, f"give numbers in [0, {count})")
+        return np.unique(numbers.astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class _Delete(Addition):
+    """A deletion, which adds no rows and no fields."""
+
+    chosen: _Chosen
+
+    @cached_property
+    def _remaining(self) -> Remaining | None:
+        """The samples that remain before the deletion, None if all do."""
+        return read_remaining(self.opened.store, self.opened.manifest)
+
+    @cached_property
+    def _samples(self) -> Ints:
+        """The samples to delete, by their numbers in the opened version."""
+        return self.chosen.samples(self._remaining)
+
+    @cached_property
+    def _stored(self) -> Ints:
+        """All samples that the new version leaves out, by their numbers among the stored ones."""
+        if self._remaining is None:
+            return self._samples
+        return np.union1d(self._remaining.deleted, self._remaining.stored(self._samples))
+
+    @cached_property
+    def details(self) -> Mapping[str, Any]:
+        """What was given."""
+        return {"by": "delete", "where": self.chosen.where, "ids": self.chosen.digest}
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """The provenance of the old manifest, with the condition and the number of deleted samples."""
+        where = {"where": self.chosen.where} if self.chosen.where is not None else {}
+        entry = {"num_samples": self._samples.size, "digest": self.chosen.digest, **where}
+        return with_entry(self.opened.manifest.provenance, DELETED, entry)
+
+    def run(self) -> AppendReport:
+        """Delete the samples; publish nothing if there are none."""
+        base, claim = self.opened.manifest, read_claim(self.opened.store)
+        same = claim is not None and all(claim.get(key) == self.claim[key] for key in self.details)
+        published = same and claim is not None and claim["generation"] <= base.generation  # and then killed
+        if not published and not self._samples.size:
+            return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
+        return super().run()
+
+    def plan(self) -> Callable[[], publish.Extension]:
+        """Check that samples remain; return a function that plans to write nothing."""
+        base, count = self.opened.manifest, self._samples.size
+        if count == base.num_remaining:
+            problem = f"all {count} samples of {self.opened.store.url} would be deleted"
+            raise UsageError(problem, "delete fewer, or the objects of the dataset")
+        return partial(publish.Extension, replace(base, fields={}, tables={}, lengths={}), 0)
+
+    def finish(self, extension: publish.Extension, receipts: publish.Receipts) -> Manifest:
+        """Write the list of deleted samples, and the tables of all fields."""
+        base, store = self.opened.manifest, self.opened.store
+        base = replace(base, deleted=write_deleted(store, base.generation + 1, self._stored))
+        return publish.finish_fields(store, base, extension, receipts, self.provenance)
+
+    def report(self, manifest: Manifest) -> AppendReport:
+        """Return the report of the deletion that made this manifest."""
+        count = int(manifest.provenance[DELETED][-1]["num_samples"])
+        before = manifest.num_remaining + count
+        return AppendReport(self.opened.store.url, self.format, manifest, before, 0, 0, 0, deleted=count)
