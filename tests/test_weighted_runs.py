@@ -98,7 +98,7 @@ def test_epochs_with_samples_of_their_own_differ_only_in_the_numbers_of_samples(
 
 
 def dataset_of(count: int, selection: Any) -> Dataset:
-    return Dataset(None, type("M", (), {"num_samples": count})(), (), selection)  # type: ignore[arg-type]
+    return Dataset(None, type("M", (), {"num_remaining": count})(), (), selection)  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)

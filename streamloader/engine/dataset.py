@@ -89,7 +89,7 @@ class Dataset:
 
         For all samples but some it is that of minus the number of all samples, and those that are excluded.
         """
-        numbers: Any = getattr(self.selection, "base", self.selection)  # of weights, what they draw from
+        numbers: Any = getattr(self.selection, "drawn_from", self.selection)
         if numbers is None:
             return None
         if not isinstance(numbers, np.ndarray):

@@ -38,7 +38,7 @@ def draw_by_weights(source: Source, dataset: Dataset, selection: Ints | AllBut |
     """
     choice, replacement, manifest = source.weights, source.replacement, dataset.manifest
     count = manifest.num_remaining if selection is None else len(selection)
-    given: dict[str, Any] = {"base": selection, "replacement": replacement}
+    given: dict[str, Any] = {"drawn_from": selection, "replacement": replacement}
     chosen = slice(None) if selection is None else selection[:]
     if isinstance(choice, str) and choice.startswith(BALANCED):
         values = _read(choice.removeprefix(BALANCED), dataset, f"weights={choice!r}")[chosen]

@@ -72,7 +72,7 @@ def _part_of(total: int | Units, part: Units, whole: int | Units) -> Units:
 
 
 class Drawn:
-    """The samples that epochs draw by weights from `base`, or from all `num_samples` if it is None. Pure arithmetic.
+    """The samples that epochs draw by weights from `drawn_from`, or from all `num_samples` if it is None.
 
     It is what an array of selected samples is to its users: it has a length, the draws of an epoch, and returns the
     samples at a slice within an epoch, or at an array of indexes, where draw d of epoch e is at e * len + d. Samples
@@ -91,13 +91,13 @@ class Drawn:
         weights: NDArray[Any],
         seed: int,
         classes: Ints | None = None,
-        base: Ints | AllBut | None = None,
+        drawn_from: Ints | AllBut | None = None,
         *,
         replacement: bool = True,
     ) -> None:
         if num_samples >= MAX_SAMPLES:
             raise SelectionError(f"weights= of {num_samples} samples", f"select fewer than {MAX_SAMPLES}")
-        self.base, scaled = base, scale_weights(weights)
+        self.drawn_from, scaled = drawn_from, scale_weights(weights)
         sizes = None if classes is None else np.bincount(classes[classes >= 0], minlength=scaled.size)
         if sizes is not None and np.any(empty := (sizes == 0) & (scaled > 0)):
             raise SelectionError(f"class {int(empty.argmax())} of weights= has no sample", "leave it out")
@@ -125,12 +125,12 @@ class Drawn:
     def __getitem__(self, key: slice | Ints) -> Ints:
         if isinstance(key, slice):
             samples = self._in_epoch(key.start or 0, self._count if key.stop is None else key.stop)
-            return samples if self.base is None else self.base[samples]
+            return samples if self.drawn_from is None else self.drawn_from[samples]
         samples, epochs = np.empty(key.size, np.int64), key // self._count
         for epoch in distinct(epochs).tolist():
             rows = np.flatnonzero(epochs == epoch)
             samples[rows] = _drawn_at(self.draws(epoch), key[rows] - epoch * self._count)
-        return samples if self.base is None else self.base[samples]
+        return samples if self.drawn_from is None else self.drawn_from[samples]
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the draws of epochs."""
@@ -139,7 +139,7 @@ class Drawn:
     @property
     def nbytes(self) -> int:
         """The bytes that it takes, with those of the epochs in use."""
-        before = 0 if self.base is None else self.base.nbytes
+        before = 0 if self.drawn_from is None else self.drawn_from.nbytes
         return before + self._begins.nbytes + self._masses.nbytes + self._epochs_kept * self._epoch_bytes
 
     def draws(self, epoch: int) -> Draws:
@@ -160,7 +160,7 @@ class Drawn:
         return lru_cache(self._epochs_kept)(partial(_draw, self._begins, self._masses, self._dtype))
 
     def _in_epoch(self, start: int, stop: int) -> Ints:
-        """Return the samples, among those of `base`, of the draws [start, stop), to the end of an epoch at most."""
+        """Return the samples, by their place in `drawn_from`, of the draws [start, stop) up to the end of an epoch."""
         epoch, start = divmod(start, self._count)
         stop = min(stop - epoch * self._count, self._count)
         if stop <= start:
