@@ -78,7 +78,8 @@ class Stats:
     many were read, those that several blocks need for each of them unless they are kept in memory. `missing_chunks` of
     them do not exist, and their elements have the fill value.
 
-    `bad_samples` were masked or replaced (`on_error=`).
+    `bad_samples` were masked or replaced (`on_error=`). Padded fields have `elements` in all (`collate="pad"`), of
+    which `padding_elements` are padding.
 
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
     and `transformers` the number of threads or processes that run the transform. `workers` is the number of worker
@@ -107,6 +108,8 @@ class Stats:
     chunks_read: int = 0
     missing_chunks: int = 0
     bad_samples: int = 0
+    elements: int = 0
+    padding_elements: int = 0
     buffers_allocated: int = 0
     request_seconds: float = 0.0
     unpack_seconds: float = 0.0
@@ -149,6 +152,11 @@ class Stats:
         """The share of the time after the first batch for which the training loop waited for data, from 0 to 1."""
         first = self.first_batch_seconds if self.first_batch_seconds < self.seconds else 0.0  # a single batch counts
         return min(1.0, quotient(self.wait_seconds - first, self.seconds - first))
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding among the elements of padded fields, from 0 to 1."""
+        return quotient(self.padding_elements, self.elements)
 
     @property
     def process_share(self) -> float:

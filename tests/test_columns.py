@@ -120,6 +120,24 @@ def test_a_split_gets_fields_and_the_others_stay(tmp_path, data):
     assert sl.verify(tmp_path / "parts").ok
 
 
+@pytest.mark.parametrize("fields", [None, ["x"]])
+def test_a_state_from_before_fields_were_added_goes_on_without_them(fields, data):
+    options = {"batch_size": 8, "with_index": True, "num_workers": 0, "fields": fields and iter(fields)}
+    before = sl.NumpyDataset(data, **options)
+    batches = iter(before)
+    next(batches)
+    state, left = before.state_dict(), list(batches)
+    sl.add_columns(data, given_columns(COUNT), workers=0)
+    after = sl.NumpyDataset(data, **options | {"fields": fields})
+    assert ("score" in after.fields) is (fields is None)
+    after.load_state_dict(state)
+    again = list(after)
+    assert len(again) == len(left)
+    for one, other in zip(again, left, strict=True):
+        assert {*one} == {*other}
+        assert all(np.array_equal(one[name], other[name]) for name in one if not isinstance(one[name], list))
+
+
 def test_samples_that_are_appended_later_have_the_added_fields(data, tmp_path):
     sl.add_columns(data, given_columns(COUNT), workers=0)
     fields = FIELDS | {name: str(field) for name, field in sl.open(data).fields.items()}

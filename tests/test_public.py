@@ -49,7 +49,15 @@ def test_streaming_dataset_takes_what_was_promised():
             "weights": None,
             "replacement": True,
         },
-        **{"on_error": "raise", "max_bad": 0.01, "error_log": None, "stall_seconds": 120.0, "collate": None},
+        **{
+            "on_error": "raise",
+            "max_bad": 0.01,
+            "error_log": None,
+            "stall_seconds": 120.0,
+            "collate": None,
+            "bucket_by": None,
+            "bucket_steps": 100,
+        },
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]

@@ -48,6 +48,7 @@ class Dataset:
     arrays: ArrayFields | None = None
     excluded: int = 0
     remaining: Remaining | None = None
+    lengths: NDArray[np.uint32] | None = None
 
     @cached_property
     def readers(self) -> dict[str, FieldReader | RegionReader]:
@@ -101,10 +102,22 @@ class Dataset:
         """The SHA-256 of the weights by which epochs draw their samples; None without weights."""
         return getattr(self.selection, "digest", None)
 
+    @cached_property
+    def bucket_digest(self) -> str | None:
+        """The SHA-256 of the lengths by which samples are put in buckets; None without buckets."""
+        return None if self.lengths is None else hashlib.sha256(self.lengths.astype("<u4", copy=False).data).hexdigest()
+
+    def lengths_of(self, numbers: Ints) -> NDArray[np.uint32]:
+        """Return the lengths of samples, numbered among the selected ones."""
+        assert self.lengths is not None
+        samples = numbers if self.selection is None else self.selection[numbers]
+        return self.lengths[samples]
+
     @property
     def index_bytes(self) -> int:
-        """The bytes of cached chunk tables, of numbers of selected and deleted samples, and of draws by weights."""
-        selected = sum(numbers.nbytes for numbers in (self.selection, self.remaining) if numbers is not None)
+        """The bytes of cached chunk tables, numbers of selected and deleted samples, draws by weights, and lengths."""
+        kept = (numbers for numbers in (self.selection, self.remaining, self.lengths) if numbers is not None)
+        selected = sum(numbers.nbytes for numbers in kept)
         return selected + sum(self.readers[name].kept_bytes for name in self.names)
 
     def unit(self, params: OrderParams) -> int:
@@ -205,6 +218,7 @@ def plans(
     Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
     """
     ticket, among_all = 0, numbers_among_all(datasets)
+    compute = compute if getattr(share, "bucket", None) is None else None  # whose lengths are of this process
     while True:
         for start, stop in share.parts(position):
             given = min(start, share.num_samples), stop, steps_at_once, ticket

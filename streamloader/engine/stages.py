@@ -21,7 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.budget import LIVE_BATCHES
-from streamloader.engine.collate import collate, collate_rows, made, pad_arrays, padded_columns, padded_sizes, place
+from streamloader.engine.collate import (
+    LENGTHS,
+    collate,
+    collate_rows,
+    made,
+    pad_arrays,
+    padded_columns,
+    padded_sizes,
+    place,
+)
 from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
 from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_samples, replacements
 from streamloader.engine.gather import Copy, copy_all, part_of
@@ -248,6 +257,7 @@ class Stages:
         seed: int,
         batched: bool,
     ) -> None:
+        self._pads = config.pads
         self._config, self._resident = replace(config, transform=None, collate=None), resident
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
@@ -352,6 +362,9 @@ class Stages:
                 columns, found = residence.gather(at, plan, self._buffers, self._seed)
                 batch.columns |= columns
                 copies += found
+                if name in self._pads:
+                    padded, lengths = columns[name].shape[:2], int(columns[name + LENGTHS].sum())
+                    self._counters.add(elements=math.prod(padded), padding_elements=math.prod(padded) - lengths)
             self._copy(batch, copies, slot_rows)
         except StreamloaderError:
             raise

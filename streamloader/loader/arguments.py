@@ -12,11 +12,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import BatchError, FieldError, FormatError, UsageError
-from streamloader.format.deleted import Remaining, read_remaining
+from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # imported when a dataset needs it
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 # a rule for all values of different sizes, one for each field, or a function of the samples of a batch
 CollateChoice = None | Collate | Mapping[str, Collate] | Callable[..., Any]
+# a field of variable length, or a function from the lengths of samples by field to one number for each
+BucketChoice = None | str | Callable[[Mapping[str, NDArray[np.int64]]], Any]
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
@@ -110,6 +113,8 @@ class Arguments(Option):
     error_log: str | os.PathLike[str] | None
     stall_seconds: float
     collate: CollateChoice
+    bucket_by: BucketChoice = None
+    bucket_steps: int = 100
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -125,6 +130,7 @@ class Arguments(Option):
         if workers != "auto" and not is_whole(workers, 0):
             raise UsageError(f"num_workers={workers!r}", "give a number of processes, 0 for threads, or 'auto'")
         self._validate_errors()
+        self._validate_buckets()
         if callable(self.collate) and size is None:
             raise UsageError("collate= with batch_size=None", "give DataLoader(dataset, batch_size=, collate_fn=)")
         if steps is None:
@@ -134,6 +140,19 @@ class Arguments(Option):
             raise UsageError(f"steps_per_epoch={steps} with batch_size=None", "give a batch_size: a step is a batch")
         if self.remainder == "uneven":  # ranks have different numbers of steps
             raise UsageError(f"steps_per_epoch={steps} with remainder='uneven'", "choose 'pad' or 'drop'")
+
+    def _validate_buckets(self) -> None:
+        whole("bucket_steps", self.bucket_steps, 2)
+        if self.bucket_by is None:
+            return
+        if not isinstance(self.bucket_by, str) and not callable(self.bucket_by):
+            remedy = "give a field of variable length, or a function of the lengths by field"
+            raise UsageError(f"bucket_by={self.bucket_by!r:.60}", remedy)
+        if self.batch_size is None or self.shuffle is False:
+            problem = (
+                f"bucket_by={self.bucket_by!r:.60} with {'shuffle=False' if self.batch_size else 'batch_size=None'}"
+            )
+            raise UsageError(problem, "give a batch_size, and shuffle: it changes which samples a batch has")
 
     def _validate_errors(self) -> None:
         most, seconds = self.max_bad, self.stall_seconds
@@ -212,6 +231,37 @@ def open_dataset(
     from streamloader.loader.weights import draw_by_weights
 
     return replace(dataset, selection=draw_by_weights(source, dataset, left, seed))
+
+
+def lengths_of(dataset: Dataset, name: str) -> NDArray[np.int64]:
+    """Return the length of every sample of a field: rows of ragged ones, bytes of others. Raises `FieldError`."""
+    manifest = dataset.manifest
+    if dataset.arrays is not None or name not in manifest.lengths:
+        problem = f"{dataset.store.url} has no table of lengths of field {name!r}"
+        fields = ", ".join(manifest.lengths) or "none: convert the dataset again"
+        raise FieldError(problem, f"fields with one are {fields}")
+    lengths = read_lengths(dataset.store, manifest, name, dataset.remaining)
+    lengths //= manifest.fields[name].field.item_bytes
+    return lengths
+
+
+def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32] | None:
+    """Return the lengths by which samples are put in buckets, uint32 of shape (all samples,).
+
+    Raises `FieldError` for a field without a table of lengths, `UsageError` for a function that returns something else.
+    """
+    if choice is None:
+        return None
+    if isinstance(choice, str):
+        values: Any = lengths_of(dataset, choice)
+    else:
+        names = () if dataset.arrays is not None else dataset.manifest.lengths
+        values = np.asarray(choice({name: lengths_of(dataset, name) for name in names}))
+    count = dataset.manifest.num_remaining
+    if values.shape != (count,) or values.dtype.kind not in "iuf" or not np.all((values >= 0) & (values < 2**32)):
+        problem = f"bucket_by= returned {values.dtype}{list(values.shape)} for {count} samples"
+        raise UsageError(problem, "return one number from 0 to 2**32 for each sample")
+    return np.ascontiguousarray(values, np.uint32)
 
 
 def choose_versions(

@@ -271,7 +271,10 @@ class Loader:
             arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False, seed=seed
         )
         self._sources = tuple(sources)
-        self._datasets = self._open(self._sources, given.fields)
+        # None: all of the version that is open
+        self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
+        self._datasets = self._open(self._sources, self._fields)
+        digest = self._datasets[0].bucket_digest
         self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
@@ -284,6 +287,7 @@ class Loader:
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
+            bucket=None if digest is None else (digest, given.bucket_steps, 0),
             **mixture | self._weighed(self._datasets),
         )
         self._format = self._choose_format(given, mixed=bool(mixture))
@@ -333,7 +337,13 @@ class Loader:
         )
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
-        return tuple(self._open_dataset(source, fields) for source in sources)
+        datasets = tuple(self._open_dataset(source, fields) for source in sources)
+        choice = self._options.bucket_by
+        return (
+            datasets
+            if choice is None
+            else tuple(replace(dataset, lengths=arguments.choose_lengths(choice, dataset)) for dataset in datasets)
+        )
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:  # noqa: ARG002 - of a mixture
         """Return the values of the state that depend on the lengths of samples."""
@@ -434,6 +444,9 @@ class Loader:
         if (steps := self._options.steps_per_epoch) is not None:
             self._start = self._at.state
         start = self._begin(count)
+        if count > 1 and start.bucket is not None:
+            remedy = "give num_workers= to the dataset, not to DataLoader"
+            raise UsageError(f"bucket_by= with {count} DataLoader workers, which divide its batches", remedy)
         lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
         # DataLoader asks worker 0 first. If `extra` workers have delivered already in this round, worker 0 takes the
@@ -516,7 +529,7 @@ class Loader:
         if not force:
             sources = arguments.choose_versions(sources, datasets, first.saved_sources(state))
         if sources != list(self._sources):
-            datasets = self._open(sources, datasets[0].names)
+            datasets = self._open(sources, self._fields)
             first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))
         size = self._rank.size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
@@ -527,8 +540,8 @@ class Loader:
         if datasets is not self._datasets:
             self.close()
             self._datasets, self._first, self._cached_engine = datasets, first, None
-            firsts = self._format.firsts and first_samples(datasets, selected=False)
-            self._format = self._format._replace(firsts=firsts)
+            self._config = self._choose_config(self._options, self._config.memory)  # it may have other fields
+            self._format = self._choose_format(self._options, mixed=bool(self._format.firsts))
         self._set_start(start)
         self._delivered.clear()
         self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)
@@ -656,7 +669,10 @@ class Loader:
     def _share(self, start: RunState, world: World) -> EpochShare:
         """Return a rank's part of the epoch of `start`."""
         units = [dataset.unit(source.params) for dataset, source in zip(self._datasets, start.sources, strict=True)]
-        return start.share(self._options.batch_size or 1, world, units)
+        share = start.share(self._options.batch_size or 1, world, units)
+        if start.bucket is None:
+            return share
+        return replace(share, bucket=(*start.bucket[1:], self._datasets[0].lengths_of))  # type: ignore[type-var]
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""

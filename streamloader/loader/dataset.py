@@ -15,6 +15,7 @@ from streamloader.format.deleted import read_lengths
 from streamloader.loader.arguments import (
     PIECE_BYTES,
     Arguments,
+    BucketChoice,
     CollateChoice,
     DecodeChoice,
     ExcludeChoice,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def _those_of(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """Return a dataclass whose fields are those of the arguments that have their names."""
-    return kind(**{field.name: given[field.name] for field in fields_of(kind)})
+    """Return a dataclass whose fields are those of the arguments that have their names, others by default."""
+    return kind(**{field.name: given[field.name] for field in fields_of(kind) if field.name in given})
 
 
 class NumpyDataset(Loader):
@@ -74,6 +75,8 @@ class NumpyDataset(Loader):
         error_log: str | os.PathLike[str] | None = None,
         stall_seconds: float = 120.0,
         collate: CollateChoice = None,
+        bucket_by: BucketChoice = None,
+        bucket_steps: int = 100,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,

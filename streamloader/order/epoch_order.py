@@ -167,6 +167,10 @@ class EpochOrder:
         values = (self.seed, self.epoch, self.num_samples, self.params.block, self.params.lanes)
         return struct.unpack("<8Q", hashlib.sha512(_LABEL + struct.pack("<5Q", *values)).digest())
 
+    def group_key(self, window: int) -> int:
+        """Return the key by which the steps of a window are permuted: see `groups.py`."""
+        return (self._keys[2] + window) & _MASK64
+
     @cached_property
     def _short(self) -> tuple[int, int]:
         """(ordinal, m) of the block that is m samples short of a full one; (num_blocks, 0) if all are full."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from streamloader.errors import BatchError, UsageError, WorldError
 from streamloader.options import REMAINDERS, Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.groups import Bucket, exchanged, window_bounds
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,10 @@ class EpochShare:
 
 @dataclass(frozen=True)
 class Share(EpochShare):
-    """The part of an epoch of a dataset that one rank reads. `unit`: samples per fetch without shuffle."""
+    """The part of an epoch of a dataset that one rank reads.
+
+    `unit`: samples per fetch without shuffle. `bucket`: how steps get samples of like length.
+    """
 
     order: EpochOrder
     batch: int
@@ -270,6 +274,7 @@ class Share(EpochShare):
     remainder: Remainder
     unit: int = 1
     gaps: tuple[Gap, ...] = ()
+    bucket: Bucket | None = None
 
     @cached_property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -347,7 +352,8 @@ class Share(EpochShare):
     def source(self, positions: Ints) -> Ints:
         """Return the position whose sample each row has: its own, or the one that a padded row repeats."""
         n, step = self.num_samples, self.global_batch
-        return np.where(positions < n, positions, positions % n if n < step else positions - step)
+        own = np.where(positions < n, positions, positions % n if n < step else positions - step)
+        return own if self.bucket is None else exchanged(self.bucket, self.order, own)
 
     @cached_property
     def _lanes_by_rank(self) -> Ints:
@@ -398,7 +404,18 @@ class Share(EpochShare):
 
     def _sources(self, span: Span) -> Positions:
         """Return a function that yields the positions whose samples the rows of a span have."""
+        if self.bucket is not None:
+            parts = list(map(self.source, self.positions_of_span(span)))  # which takes long
+            return lambda: iter(parts)
         return lambda: map(self.source, self.positions_of_span(span))
+
+    def _within(self, span: Span) -> tuple[int, int, int]:
+        """Return where the positions whose samples a span has begin and end, and before which none is left."""
+        if self.bucket is None:
+            return span.begin, span.end, span.end
+        begin, _ = window_bounds(self.bucket, self.order, span.begin)
+        left, end = window_bounds(self.bucket, self.order, max(span.begin, span.end - 1))
+        return (begin, end, left) if end > span.end else (begin, span.end, span.end)
 
     def read(self, span: Span, live: Mapping[Key, int]) -> tuple[BlockReads, None]:
         """Return the blocks of a span and the `live` ones."""
@@ -406,7 +423,7 @@ class Share(EpochShare):
         if self.order.shuffle:
             size = self.world.size
             every = range(self.world.rank, self.order.lanes, size) if self.reads_each_lane else [key[0] for key in live]
-            reads = read_lanes(self.order, sources, span, every)
+            reads = read_lanes(self.order, sources, span._replace(within=self._within(span)), every)
         else:
             next_position = span.end + self.world.rank * self.batch
             positions = np.concatenate([*sources()])
@@ -439,7 +456,8 @@ class Share(EpochShare):
         """Yield (positions, samples) of a span's rows in parts."""
         sources = self._sources(span)
         unshuffled = (part + self.order.first_sample for part in sources())
-        samples = lane_samples(self.order, sources, span) if self.order.shuffle else unshuffled
+        within = span._replace(within=self._within(span))
+        samples = lane_samples(self.order, sources, within) if self.order.shuffle else unshuffled
         return zip(self.positions_of_span(span), samples, strict=True)
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
@@ -457,18 +475,21 @@ class Share(EpochShare):
         Padding makes the last step the last G positions in another order. If N < G, or R does not divide L, the last
         step may use other lanes: at most one block for each row.
 
+        Buckets hold the blocks of a window of steps, and of the one before until the next plan is made.
+
         A block of one sample is held for one plan, or for two by padding. Without shuffle there is no window: a plan
         holds the units of its rows, and padding repeats rows of the last full step, which has the same units or more.
         """
         lanes, params = self.lanes_read, self.fetch_params
-        per_lane = params.window // params.block + 2 if self.order.shuffle else 1
+        ahead = 0 if self.bucket is None else -(-self.bucket[0] * self.bucket[1] // self.order.lanes)
+        per_lane = -(-(params.window + 2 * ahead) // params.block) + 2 if self.order.shuffle else 1
         batch = steps_at_once * self.batch
         # the rows of a plan, over all ranks, in the lanes that one rank reads
         rows = -(-lanes * self.world.size * batch // self.order.lanes)
         slots = lanes * per_lane + -(-rows // params.block) + 1
         if not self.divides or self.num_samples < self.global_batch:
             slots = max(slots, min(batch, self.order.lanes * per_lane))
-        if params.block == 1:
+        if params.block == 1 and self.bucket is None:
             slots = min(slots, 2 * batch)
         return min(slots, max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
 
@@ -530,7 +551,8 @@ RESIDENT_SPAN_BYTES = 12
 class Span(NamedTuple):
     """`steps` steps from `first_step` on, over the positions [begin, end). Plans have `steps_at_once` steps each.
 
-    `last` is true if no step follows.
+    `last` is true if no step follows. `within`: where the positions whose samples it has begin and end, and before
+    which no later span needs any; () for (begin, end, end).
     """
 
     first_step: int
@@ -539,6 +561,7 @@ class Span(NamedTuple):
     begin: int
     end: int
     last: bool
+    within: tuple[int, ...] = ()
 
 
 def cut_spans(share: EpochShare, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
@@ -579,7 +602,8 @@ def read_lanes(order: EpochOrder, positions: Positions, span: Span, others: Sequ
     used, low, count = _used_lanes(order, positions, span)
     used[others] = True
     lanes = np.flatnonzero(used)
-    stops = -((lanes - min(span.end, order.num_samples)) // order.lanes)
+    _, reach, left = span.within or (span.begin, span.end, span.end)
+    stops, lefts = (-((lanes - min(at, order.num_samples)) // order.lanes) for at in (reach, left))
     width = int(stops.max()) - low
     dtype = np.int32 if order.params.block < 2**31 else np.int64
     table = np.empty((2, lanes.size * width), dtype)
@@ -587,8 +611,8 @@ def read_lanes(order: EpochOrder, positions: Positions, span: Span, others: Sequ
     parts: list[BlockReads] = []
     # the width is 0 if this rank has no row of the span, only live blocks
     begins = (np.arange(lanes.size) * width).tolist()
-    for begin, lane, stop in zip(begins, lanes.tolist(), stops.tolist(), strict=True):
-        part = _read_lane(order, lane, low, stop)
+    for begin, lane, stop, done in zip(begins, lanes.tolist(), stops.tolist(), lefts.tolist(), strict=True):
+        part = _read_lane(order, lane, low, stop, done)
         np.add(part.block, len(keys), out=table[0, begin : begin + stop - low], casting="same_kind")
         table[1, begin : begin + stop - low] = part.row
         keys += part.keys
@@ -613,10 +637,11 @@ def join_blocks(parts: Sequence[BlockReads]) -> tuple[Ints, Ints, NDArray[np.boo
 
 def _used_lanes(order: EpochOrder, positions: Positions, span: Span) -> tuple[NDArray[np.bool_], int, int]:
     """Return (whether each lane has a position, the lowest index of a position in its lane, number of positions)."""
-    used, low, count = np.zeros(order.lanes, np.bool_), span.begin // order.lanes, 0
+    begin = span.within[0] if span.within else span.begin
+    used, low, count = np.zeros(order.lanes, np.bool_), begin // order.lanes, 0
     for part in positions():
         used[part % order.lanes] = True
-        low = min(low, int(part.min(initial=span.begin)) // order.lanes)  # padding may repeat earlier positions
+        low = min(low, int(part.min(initial=begin)) // order.lanes)  # padding may repeat earlier positions
         count += part.size
     return used, low, count
 
@@ -628,7 +653,8 @@ def lane_samples(order: EpochOrder, positions: Positions, span: Span) -> Iterato
     """
     used, low, _ = _used_lanes(order, positions, span)
     lanes = np.flatnonzero(used)
-    width = -(-min(span.end, order.num_samples) // order.lanes) - low
+    end = span.within[1] if span.within else span.end
+    width = -(-min(end, order.num_samples) // order.lanes) - low
     emitted = np.zeros(lanes.size * width, np.int64)
     for begin, lane in zip(range(0, emitted.size, max(1, width)), lanes.tolist(), strict=True):
         stop = min(low + width, order.lane_bounds(lane)[1])
@@ -638,13 +664,14 @@ def lane_samples(order: EpochOrder, positions: Positions, span: Span) -> Iterato
         yield order.samples(emitted[offsets[part % order.lanes] + part // order.lanes])
 
 
-def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> BlockReads:
+def _read_lane(order: EpochOrder, lane: int, low: int, stop: int, done: int) -> BlockReads:
     """Return the blocks at the indexes [low, stop) of a lane, with `start` and `stop` counted from the block's start.
 
-    A block is finished unless one of its arrivals is emitted at index `stop` or later. If a block belongs to two lanes,
+    A block is finished unless one of its arrivals is emitted at index `done` or later. If a block belongs to two lanes,
     each reads its own part.
     """
     start, offsets, later = order.examine(lane, low, stop)
+    later[offsets[max(0, done - low) :]] = True
     begin, length = order.lane_bounds(lane)
     end = start + later.size
     first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()

@@ -105,6 +105,9 @@ class RunState:
     for the default). Once the global batch is known, `settled` makes `phases` from these, in positions of the run,
     which fix the order from then on. `anchor`: see `Mix`.
 
+    `bucket`: what identifies the lengths by which samples are put in buckets, the steps of a window, and the positions
+    of a step, 0 until it is settled; None without buckets.
+
     Two values of this process are not saved. `fresh`: whether the run has not begun, so its lanes can still follow the
     number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have; the others
     are taken from that state.
@@ -128,6 +131,7 @@ class RunState:
     batch: int = 0
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
+    bucket: tuple[str, int, int] | None = None
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
 
@@ -201,6 +205,8 @@ class RunState:
         A new run chooses its lanes for the number of ranks. Raises `BatchError` if the steps of a mixture cut turns.
         """
         settled = self._with_lanes(ranks) if self.fresh else self
+        if self.bucket is not None and not self.bucket[2]:
+            settled = replace(settled, bucket=(*self.bucket[:2], global_batch))
         if self.stop is None:
             return settled
         unit = self._unit(global_batch, workers)
@@ -309,6 +315,8 @@ class RunState:
             if values["selection"] is None:
                 del values["selection"]
         values |= {name: getattr(self, name) for name in names}
+        if self.bucket is not None:
+            values["bucket"] = dict(zip(_BUCKET, self.bucket, strict=True))
         if self.skipped:
             values["skipped"] = [list(gap) for gap in self.skipped]
         return {"format": STATE_FORMAT, **values}
@@ -326,6 +334,9 @@ class RunState:
         compared = {name: read_value(state, name, str) for name in ("stop", "batches") if self.stop}
         compared |= {"shuffle": read_value(state, "shuffle", bool)}
         differing = _differences(compared | {name: progress[name] for name in ("remainder", "seed")}, self)
+        bucket = _read_bucket(state)
+        if (bucket and bucket[:2]) != (self.bucket and self.bucket[:2]):
+            differing.append(f"bucket {bucket} instead of {self.bucket}")
         counted = bool(self.stop) or "samples" in state  # states of earlier releases have no number of samples
         force = force and counted
         if not self.stop:
@@ -338,7 +349,8 @@ class RunState:
         numbers, params = self._match_sources(sources, force=force), self._params
         for number, source in zip(numbers, sources, strict=True):
             params[number] = source.params
-        return self._resumed(state, replace(self._with_params(params), **progress), numbers, global_batch)
+        resumed = replace(self._with_params(params), **progress, bucket=bucket)
+        return self._resumed(state, resumed, numbers, global_batch)
 
     def saved_sources(self, state: Any) -> list[SourceIdentity]:
         """Return the sources of a saved state. Raises `StateError` if they are invalid, or not of such a run."""
@@ -436,6 +448,21 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
     skipped = tuple(Gap(*gap) for gap in read_list(state, "skipped", [(int, int, int)]))
     return {"remainder": remainder, **numbers, "inside": read_value(state, "inside", bool), "skipped": skipped}
+
+
+_BUCKET = ("lengths", "steps", "positions")
+
+
+def _read_bucket(state: dict[str, Any]) -> tuple[str, int, int] | None:
+    if "bucket" not in state:
+        return None
+    values = read_value(state, "bucket", dict)
+    lengths, steps, positions = (
+        read_value(values, name, kind) for name, kind in zip(_BUCKET, (str, int, int), strict=True)
+    )
+    if min(steps, positions) < 1:
+        raise StateError(f"the state's bucket is {values!r:.120}, which is invalid", _NEW_RUN)
+    return lengths, steps, positions
 
 
 def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:

@@ -77,10 +77,12 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
     `collate`: how values of different sizes form a batch: "pad" or a `Pad`, "list", "nested", a dict of these by field,
-    or a function of the list of samples. `pack`: ragged fields whose documents are packed into rows of one length,
-    `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of
-    numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `num_workers`: worker processes that read,
-    decode and transform; 0: threads of this process, "auto": one less than this rank's cores, from 4 cores on.
+    or a function of the list of samples. `bucket_by`: the field by whose length, or a function of the lengths by field
+    by whose values, batches get samples of like length, within windows of `bucket_steps` steps. `pack`: ragged fields
+    whose documents are packed into rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`.
+    `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed,
+    epoch and position. `num_workers`: worker processes that read, decode and transform; 0: threads of this process,
+    "auto": one less than this rank's cores, from 4 cores on.
     `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
     `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
