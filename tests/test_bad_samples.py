@@ -507,3 +507,18 @@ def test_columns_that_tell_which_samples_are_bad_do_not_meet_fields(kind, tmp_pa
         out.write({name: 1})
     with pytest.raises(errors.FieldError, match=name):
         sl.NumpyDataset(tmp_path / "d", batch_size=1, on_error=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_is_no_utf8_is_a_bad_sample(kind):
+    path = Path(__file__).parent.parent / "formats" / "streamloader" / "v1" / "bad" / "text_that_is_no_utf8"
+    with pytest.raises(errors.DecodeError):
+        list(sl.NumpyDataset(path, batch_size=2, num_workers=0))
+    dataset = sl.NumpyDataset(path, batch_size=2, with_index=True, num_workers=0, on_error=kind, max_bad=1.0)
+    for _ in range(2):
+        batches = list(dataset)
+        flag = "error" if kind == "mask" else "replaced"
+        assert sum(batch[flag].sum() for batch in batches) + sum((~batch["valid"]).sum() for batch in batches) > 0
+        (name,) = [name for name, field in dataset.fields.items() if field.kind == "text"]
+        assert all(isinstance(text, str) for batch in batches for text in batch[name])
+    assert dataset.stats().bad_samples == 2

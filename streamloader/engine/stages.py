@@ -359,7 +359,13 @@ class Stages:
             fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
             for residence, at in fields + [(residence, slot_rows) for residence in self._gathered]:
                 name = residence.name
-                columns, found = residence.gather(at, plan, self._buffers, self._seed)
+                try:
+                    columns, found = residence.gather(at, plan, self._buffers, self._seed)
+                except DecodeError:
+                    if not self._mark_invalid(residence, at, plan):
+                        raise
+                    self.start(batch)
+                    return
                 batch.columns |= columns
                 copies += found
                 if name in self._pads:
@@ -374,10 +380,6 @@ class Stages:
     def _leave_out(self, batch: Batch, slot_rows: Ints) -> Ints:
         """Record the rows without values. Return the slot rows, in "replace" those of other samples in their place."""
         plan = batch.plan
-        for chunks in self._gathered:
-            if isinstance(chunks, Chunks) and chunks.field.kind in ("text", "ragged"):
-                for row, error in chunks.invalid(slot_rows, plan).items():
-                    chunks.mark([row], detached(error))
         fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
         for residence, at in fields + [(residence, slot_rows) for residence in self._blocks.residences.values()]:
             for number, row in enumerate(at.tolist() if residence.bad else ()):
@@ -389,6 +391,13 @@ class Stages:
         batch.plan = plan._replace(samples=plan.samples[source])
         batch.blank = {row for row in batch.blank if source[row] == row}
         return slot_rows[source]
+
+    def _mark_invalid(self, residence: Residence, at: Ints, plan: BatchPlan) -> bool:
+        """Mark the rows that are invalid for their field, unless these end the pass; return whether there are some."""
+        errors = residence.invalid(at, plan) if isinstance(residence, Chunks) and self._config.tolerant else {}
+        for row, error in errors.items():
+            residence.mark([row], detached(error))
+        return bool(errors)
 
     def close(self) -> None:
         """Let the threads end."""
