@@ -196,6 +196,7 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
 @click.argument("url")
 @option("--where", metavar="CONDITION", help="The samples for which this is true, say 'label == 3'.")
 @option("--ids", metavar="FILE", help="The samples in this file of numbers, or in the files of a folder with a slash.")
+@option("--erase", is_flag=True, help="Overwrite the bytes of all deleted samples, and remove earlier versions.")
 @shared.split_option
 @shared.storage_option
 @shared.quiet_option
@@ -203,16 +204,19 @@ def delete(*, url: str, quiet: bool, **options: Any) -> None:
     """Delete samples of the finished dataset at URL: a new version leaves them out.
 
     Those that opened the dataset before keep reading the earlier version, for which the shards still have the samples.
-    Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it.
+    Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it. With --erase,
+    no version has the bytes afterwards; --where and --ids may then be left out.
     """
     from streamloader.maintenance.delete import delete as run
 
-    with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
+    with display(quiet, "interrupted: run the same command again to resume") as shown:
         report = run(url, progress=shown.update, **options)
     text = f"no sample matches: {report.url} is unchanged"
-    if report.deleted:
+    if report.deleted or report.erased:
         version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"
-        text = f"deleted {counted(report.deleted, 'sample')} from {report.url}: {version}, {shown.seconds}"
+        what = f"deleted {counted(report.deleted, 'sample')} from {report.url}"
+        erased = f", the bytes of {counted(report.erased, 'deleted sample')} are erased" if report.erased else ""
+        text = f"{what}: {version}{erased}, {shown.seconds}"
     if not quiet:
         click.echo(text)
 

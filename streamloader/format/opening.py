@@ -77,7 +77,9 @@ def read_version(opened: Opened, version: int) -> Manifest:
         manifest = read_manifest(read_object(store, path), f"{store.url}/{path}")
     except NotFoundError as error:
         problem = f"the manifest of version {version} of {store.url} was not kept: it is not at {path}"
-        raise UsageError(problem, f"open version {last}: releases before this one kept no manifests") from error
+        raise UsageError(
+            problem, f"open version {last}: erasing samples removes earlier versions, and early releases kept none"
+        ) from error
     if manifest.generation != version:
         raise FormatError(f"{store.url}/{path} is the manifest of version {manifest.generation}", "restore it")
     return manifest

@@ -643,6 +643,37 @@ def finish_fields(
     return _checked(store, manifest, in_memory or base.order.window > 4 * base.order.block, provenance)
 
 
+def finish_erased(
+    store: Store,
+    base: Manifest,
+    written: Mapping[str, Mapping[int, FieldReceipt]],
+    lengths: Mapping[str, str],
+    provenance: Mapping[str, Any],
+) -> Manifest:
+    """Write the tables of all fields, some of whose shards were `written` again; return the manifest, to be published.
+
+    `base` has the deleted samples of the new version. In a receipt `nbytes` is the number of decoded bytes that were
+    erased. Raises as `finish_extension`.
+    """
+    manifest, layouts, hashes = (
+        replace(base, generation=base.generation + 1),
+        dict[str, FieldLayout](),
+        dict[str, str](),
+    )
+    for name, layout in base.fields.items():
+        entries, stored, nbytes = tables.ChunkTable(store, base, name).read(), layout.stored, layout.nbytes
+        for shard, receipt in written[name].items():
+            stored += receipt.stored - Tail(base, name, layout, shard, 0, entries[shard]).size
+            nbytes -= receipt.nbytes
+            entries[shard] = receipt.entries
+        skips = tuple(skip for skip in layout.skips if skip[0] not in written[name])
+        layouts[name] = replace(layout, nbytes=nbytes, stored=stored, skips=skips)
+        _put_table(store, name, layout, manifest, entries)
+        hashes[name] = tables.table_digest(entries)
+    manifest = replace(manifest, fields=layouts, tables=hashes, lengths=lengths)
+    return _checked(store, manifest, base.order.window > 4 * base.order.block, provenance)
+
+
 def _checked(store: Store, manifest: Manifest, whole_lanes: bool, provenance: Mapping[str, Any]) -> Manifest:
     """Return the manifest with its final order and provenance. `whole_lanes`: windows are whole lanes, if possible."""
     count, decoded = manifest.num_remaining, sum(layout.nbytes for layout in manifest.fields.values())
@@ -847,6 +878,14 @@ def clean_append(store: Store) -> None:
     """Remove the temporary objects of an append, and last its claim. Safe to repeat."""
     store.delete([info.path for info in store.list(APPEND)])
     store.delete([CLAIM])
+
+
+def drop_versions(store: Store, last: Manifest) -> None:
+    """Remove the tables, the manifests and the lists of deleted samples of all versions before the `last` one."""
+    for generation in range(1, last.generation):
+        store.delete([info.path for info in store.list(tables_path(generation))])
+    kept = last.deleted.generation if last.deleted else last.generation
+    store.delete([deleted_path(generation) for generation in range(2, kept)])
 
 
 def undo_extension(store: Store, base: Manifest, split: bool, fields: Iterable[Any] = ()) -> None:

@@ -31,6 +31,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
 from streamloader.format.opening import Opened, open_root, read_object
+from streamloader.maintenance.erase import BEGUN
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 from streamloader.storage.url import redact
@@ -50,8 +51,9 @@ class AppendReport:
     """The result of an append: the new manifest of the dataset or split.
 
     `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `fields` are the names of added
-    fields, and `deleted` the number of samples that the new version leaves out. `shards` is the number of written
-    shards, of which an earlier, interrupted run wrote `shards_kept`.
+    fields. `deleted` is the number of samples that a deletion leaves out, and `erased` that of all deleted samples if
+    it erased their bytes. `shards` is the number of written shards, of which an earlier, interrupted run wrote
+    `shards_kept`.
     """
 
     url: str
@@ -63,6 +65,7 @@ class AppendReport:
     shards_kept: int
     fields: tuple[str, ...] = ()
     deleted: int = 0
+    erased: int = 0
 
 
 def append(
@@ -124,8 +127,8 @@ def abandon(
 ) -> bool:
     """End an interrupted append and restore the dataset to the byte. Returns False if there is no append to end.
 
-    Call it only while no append is running. Raises the errors of `open`, and `FormatError` if a shard to be restored is
-    damaged.
+    Call it only while no append is running. Raises the errors of `open`, `DestinationError` if shards were overwritten
+    to erase deleted samples, and `FormatError` if a shard to be restored is damaged.
     """
     opened = open_root(open_store(url, storage_options), split)
     store, base = opened.store, opened.manifest
@@ -135,11 +138,23 @@ def abandon(
         claim = {"generation": base.generation + 1}
     if claim is None:
         return False
-    if claim["generation"] > base.generation:
-        fields = claim.get("fields")
-        publish.undo_extension(store, base, split is not None, fields if isinstance(fields, list) else ())
+    if claim["generation"] <= base.generation:
+        end_published(store, claim, base)
+        return True
+    if store.head(BEGUN) is not None:
+        problem = f"the bytes of deleted samples of {store.url} are being erased, which cannot be undone"
+        raise DestinationError(problem, "run streamloader delete again with the same arguments to finish it")
+    fields = claim.get("fields")
+    publish.undo_extension(store, base, split is not None, fields if isinstance(fields, list) else ())
     publish.clean_append(store)
     return True
+
+
+def end_published(store: Store, claim: Mapping[str, Any], manifest: Manifest) -> None:
+    """End an append that published `manifest`, or an earlier version: remove its temporary objects and its claim."""
+    if claim.get("erase"):
+        publish.drop_versions(store, manifest)
+    publish.clean_append(store)
 
 
 def _check_arrays(opened: Opened, source: RowSource) -> None:
@@ -293,7 +308,7 @@ class Addition(ABC):
         base, store = self.opened.manifest, self.opened.store
         claim = read_claim(store)
         if claim is not None and claim["generation"] <= base.generation:  # killed after publishing
-            publish.clean_append(store)
+            end_published(store, claim, base)
             if all(claim.get(key) == self.claim[key] for key in self.details):
                 return self.report(base)
         planned = self.plan()
@@ -313,7 +328,7 @@ class Addition(ABC):
             if current.generation != base.generation + 1 or current.provenance != self.provenance:
                 raise
             return self.report(current)  # another run with the same claim published it
-        publish.clean_append(store)
+        end_published(store, self.claim, manifest)
         return replace(self.report(manifest), shards_kept=kept)
 
     def _take_claim(self) -> None:
@@ -333,7 +348,7 @@ class Addition(ABC):
         if now.digest == base.digest:
             return
         if self.claim["generation"] <= now.generation:
-            publish.clean_append(self.opened.store)
+            end_published(self.opened.store, self.claim, now)
         problem = f"{self.opened.store.url} was changed by another run: {base.digest} became {now.digest}"
         raise DestinationError(problem, "run the append again")
 

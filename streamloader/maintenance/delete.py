@@ -22,7 +22,8 @@ from streamloader.format.conditions import Condition, matching_samples, number_f
 from streamloader.format.deleted import Remaining, read_remaining, write_deleted
 from streamloader.format.manifest import Manifest
 from streamloader.format.opening import Opened, open_root
-from streamloader.maintenance.append import Addition, AppendReport, read_claim, with_entry
+from streamloader.maintenance.append import Addition, AppendReport, check_claim, read_claim, with_entry
+from streamloader.maintenance.erase import Eraser
 from streamloader.storage import open_store
 from streamloader.zarr.coordinates import time_labels
 
@@ -37,6 +38,7 @@ def delete(
     *,
     where: str | None = None,
     ids: Any = None,
+    erase: bool = False,
     split: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: job.Listener | None = None,
@@ -49,11 +51,15 @@ def delete(
     `deleted`. Their bytes stay in the shards, for earlier versions. Readers see the earlier version until the deletion
     is published, and those that opened it keep reading it. To resume an interrupted deletion, repeat the call.
 
+    `erase` overwrites the bytes of all deleted samples, also of earlier deletions (then `where` and `ids` may be left
+    out), reads the shards again to verify it, and removes all earlier versions. Call it while nothing reads the
+    dataset: who opened an earlier version gets a `ModifiedError` for the shards that had such samples.
+
     Raises `SelectionError` for an invalid condition or numbers, `UsageError` for other arguments and if no sample would
     remain, `DestinationError` if an append or a deletion is in progress or was published in the meantime, the errors of
     `open`, and `StorageError`.
     """
-    if (where is None) == (ids is None):
+    if (where is not None and ids is not None) or (not erase and where is ids is None):
         raise UsageError("delete takes where= or ids=", "give one of them")
     root = open_store(url, storage_options)
     opened = open_root(root, split)
@@ -61,7 +67,7 @@ def delete(
     run_options = job.RunOptions(0, "raise", listener, parse_engine("local"))
     chosen = _Chosen(where, ids, split, opened)
     nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
-    report = _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen).run()
+    report = _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
     listener(job.Progress("finish", report.deleted, report.deleted))
     return report
 
@@ -110,6 +116,8 @@ class _Chosen:
         """Return the samples to delete, by their ascending numbers in the opened version. Raises `SelectionError`."""
         manifest, store, _ = self.opened
         count = manifest.num_remaining
+        if self.where is self.ids is None:
+            return np.zeros(0, np.int64)
         if self.where is not None:
             condition, times = Condition.parse(self.where), time_labels(manifest)
             return matching_samples(condition, store, manifest, remaining, times=times)
@@ -129,6 +137,7 @@ class _Delete(Addition):
     """A deletion, which adds no rows and no fields."""
 
     chosen: _Chosen
+    erase: bool
 
     @cached_property
     def _remaining(self) -> Remaining | None:
@@ -150,13 +159,15 @@ class _Delete(Addition):
     @cached_property
     def details(self) -> Mapping[str, Any]:
         """What was given."""
-        return {"by": "delete", "where": self.chosen.where, "ids": self.chosen.digest}
+        return {"by": "delete", "where": self.chosen.where, "ids": self.chosen.digest, "erase": self.erase}
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """The provenance of the old manifest, with the condition and the number of deleted samples."""
         where = {"where": self.chosen.where} if self.chosen.where is not None else {}
         entry = {"num_samples": self._samples.size, "digest": self.chosen.digest, **where}
+        if self.erase:
+            entry |= {"erased": self._stored.size, "generation": self.opened.manifest.generation + 1}
         return with_entry(self.opened.manifest.provenance, DELETED, entry)
 
     def run(self) -> AppendReport:
@@ -164,26 +175,40 @@ class _Delete(Addition):
         base, claim = self.opened.manifest, read_claim(self.opened.store)
         same = claim is not None and all(claim.get(key) == self.claim[key] for key in self.details)
         published = same and claim is not None and claim["generation"] <= base.generation  # and then killed
-        if not published and not self._samples.size:
+        if not published and not (self._stored.size if self.erase else self._samples.size):
             return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
         return super().run()
 
     def plan(self) -> Callable[[], publish.Extension]:
         """Check that samples remain; return a function that plans to write nothing."""
         base, count = self.opened.manifest, self._samples.size
-        if count == base.num_remaining:
+        if count and count == base.num_remaining:
             problem = f"all {count} samples of {self.opened.store.url} would be deleted"
             raise UsageError(problem, "delete fewer, or the objects of the dataset")
         return partial(publish.Extension, replace(base, fields={}, tables={}, lengths={}), 0)
 
     def finish(self, extension: publish.Extension, receipts: publish.Receipts) -> Manifest:
-        """Write the list of deleted samples, and the tables of all fields."""
+        """Write the list of deleted samples, and the tables of all fields; first overwrite shards if `erase`."""
         base, store = self.opened.manifest, self.opened.store
         base = replace(base, deleted=write_deleted(store, base.generation + 1, self._stored))
+        if self.erase:
+            eraser = Eraser(store, self.opened.manifest, self._stored, partial(check_claim, store, self.claim))
+            written, lengths = eraser.run()
+            manifest = publish.finish_erased(store, base, written, lengths, self.provenance)
+            eraser.verify(manifest, written)
+            return manifest
         return publish.finish_fields(store, base, extension, receipts, self.provenance)
 
     def report(self, manifest: Manifest) -> AppendReport:
         """Return the report of the deletion that made this manifest."""
-        count = int(manifest.provenance[DELETED][-1]["num_samples"])
-        before = manifest.num_remaining + count
-        return AppendReport(self.opened.store.url, self.format, manifest, before, 0, 0, 0, deleted=count)
+        entry = manifest.provenance[DELETED][-1]
+        count, erased = int(entry["num_samples"]), int(entry.get("erased", 0))
+        counts = manifest.num_remaining + count, 0, 0, 0
+        return AppendReport(self.opened.store.url, self.format, manifest, *counts, deleted=count, erased=erased)
+
+
+def erased_by(manifest: Manifest) -> int:
+    """Return the number of deleted samples whose bytes were erased when this version was made."""
+    entries = manifest.provenance.get(DELETED)
+    last = entries[-1] if isinstance(entries, list) and entries else {}
+    return int(last.get("erased", 0)) if last.get("generation") == manifest.generation else 0

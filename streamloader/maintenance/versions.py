@@ -9,6 +9,7 @@ from typing import Any
 from streamloader.errors import UsageError
 from streamloader.format.manifest import Field, Manifest, tables_path
 from streamloader.format.opening import ROOT, Opened, open_root, read_version
+from streamloader.maintenance.delete import erased_by
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
 
@@ -70,6 +71,8 @@ class Version:
         """What the version changed, as text."""
         if self.manifest is None:
             return NOT_KEPT
+        if self.diff is None and (erased := erased_by(self.manifest)):
+            return f"erased {erased:,} deleted sample{'' if erased == 1 else 's'}, and all earlier versions"
         if self.diff is None:
             return CREATED if self.number == 1 else f"unknown: the manifest of version {self.number - 1} was not kept"
         return str(self.diff)
