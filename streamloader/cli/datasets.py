@@ -210,7 +210,7 @@ def delete(*, url: str, quiet: bool, **options: Any) -> None:
     from streamloader.maintenance.delete import delete as run
 
     with display(quiet, "interrupted: run the same command again to resume") as shown:
-        report = run(url, progress=shown.update, **options)
+        report = run(url, **options)
     text = f"no sample matches: {report.url} is unchanged"
     if report.deleted or report.erased:
         version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"

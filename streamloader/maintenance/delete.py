@@ -41,7 +41,6 @@ def delete(
     erase: bool = False,
     split: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    progress: job.Listener | None = None,
 ) -> AppendReport:
     """Delete samples of the finished dataset at `url`, or of one `split` of it: a new version leaves them out.
 
@@ -63,13 +62,10 @@ def delete(
         raise UsageError("delete takes where= or ids=", "give one of them")
     root = open_store(url, storage_options)
     opened = open_root(root, split)
-    listener = progress or job.ignore
-    run_options = job.RunOptions(0, "raise", listener, parse_engine("local"))
+    run_options = job.RunOptions(0, "raise", job.ignore, parse_engine("local"))
     chosen = _Chosen(where, ids, split, opened)
     nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
-    report = _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
-    listener(job.Progress("finish", report.deleted, report.deleted))
-    return report
+    return _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
 
 
 def _no_rows(_rows: Ints) -> Any:
@@ -207,8 +203,9 @@ class _Delete(Addition):
         return AppendReport(self.opened.store.url, self.format, manifest, *counts, deleted=count, erased=erased)
 
 
-def erased_by(manifest: Manifest) -> int:
-    """Return the number of deleted samples whose bytes were erased when this version was made."""
+def erased_by(manifest: Manifest) -> tuple[int, int]:
+    """Return how many samples a version that erased bytes deleted, and of how many it erased them, 0 of any other."""
     entries = manifest.provenance.get(DELETED)
     last = entries[-1] if isinstance(entries, list) and entries else {}
-    return int(last.get("erased", 0)) if last.get("generation") == manifest.generation else 0
+    erased = int(last.get("erased", 0)) if last.get("generation") == manifest.generation else 0
+    return (int(last["num_samples"]), erased) if erased else (0, 0)

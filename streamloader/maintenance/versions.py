@@ -71,8 +71,10 @@ class Version:
         """What the version changed, as text."""
         if self.manifest is None:
             return NOT_KEPT
-        if self.diff is None and (erased := erased_by(self.manifest)):
-            return f"erased {erased:,} deleted sample{'' if erased == 1 else 's'}, and all earlier versions"
+        deleted, erased = erased_by(self.manifest)
+        if self.diff is None and erased:
+            text = f"deleted {deleted:,} sample{'' if deleted == 1 else 's'}; " if deleted else ""
+            return f"{text}erased {erased:,} deleted sample{'' if erased == 1 else 's'}, and all earlier versions"
         if self.diff is None:
             return CREATED if self.number == 1 else f"unknown: the manifest of version {self.number - 1} was not kept"
         return str(self.diff)

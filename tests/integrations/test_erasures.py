@@ -82,6 +82,7 @@ def test_erased_datasets_can_be_appended_to_and_erased_again(data, tmp_path, cap
     status, out, _ = run(capsys, "delete", data, "--ids", _file(tmp_path, GONE), "--erase")
     assert status == 0 and "deleted 6 samples" in out and "the bytes of 6 deleted samples are erased" in out
     check(data)
+    assert next(one.change for one in sl.log(data)).startswith("deleted 6 samples; erased 6 deleted samples")
     sl.add_columns(data, given_columns(len(LEFT)), workers=0)
     sl.append(data, data, workers=0)
     sl.delete(data, ids=[0, len(LEFT)], erase=True)
