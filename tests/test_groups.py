@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import exchanged, window_bounds
 from streamloader.order.schedule import Share, World
@@ -248,6 +249,18 @@ def test_buckets_work_with_weights_exclusions_padding_and_steps_per_epoch(texts)
     assert 0 < dataset.stats().padding_share < 0.6 * plain.stats().padding_share
     loops = sl.NumpyDataset(texts, **options, steps_per_epoch=20)
     assert len({number for _ in range(3) for batch in loops for number in batch["index"].tolist()}) > 600
+
+
+def test_a_plan_tells_the_padding_with_and_without_buckets(texts):
+    options = ForecastOptions(batch_size=12, fields=("tokens",), bucket_by="tokens", bucket_steps=15)
+    within, without = forecast(texts, options).padding
+    dataset = sl.NumpyDataset(texts, batch_size=12, num_workers=0, collate="pad", **BUCKETS)
+    list(dataset)
+    assert abs(dataset.stats().padding_share - within) < 0.1
+    assert within < 0.6 * without
+    assert forecast(texts, ForecastOptions(batch_size=12)).padding is None
+    with pytest.raises(errors.UsageError, match="bucket_by"):
+        forecast_mixture([(texts, 1.0)], options)
 
 
 @pytest.mark.parametrize(

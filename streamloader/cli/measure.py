@@ -72,6 +72,8 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
 @arrays.sampling_options
 @option("--where", parse=arrays.parse_where, help='Samples to read: "label in (1, 2) and width >= 256", or 0:800.')
 @shared.exclude_option
+@option("--bucket-by", help="The field by whose length batches get samples of like length.")
+@option("--bucket-steps", type=int, default=100, help="Steps among which samples exchange their places.")
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
@@ -139,6 +141,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
         *_better_mixing(planned),
+        *_padding_line(planned),
     ]
 
 
@@ -151,6 +154,12 @@ def _copies_lines(planned: Forecast) -> Iterator[str]:
     if shares:
         more = f", ... ({len(shares):,} classes)" if len(shares) > SHARES else ""
         yield f"          {', '.join(shares[:SHARES])}{more}"
+
+
+def _padding_line(planned: Forecast) -> Iterator[str]:
+    if planned.padding is not None:
+        within, without = planned.padding
+        yield f"padding   {within:.1%} of a padded batch, without buckets {without:.1%}"
 
 
 def _steps_line(planned: Forecast | MixtureForecast) -> str:

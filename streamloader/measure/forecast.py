@@ -102,9 +102,9 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
         blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
         for number, share in enumerate(shares):
             source = share.source(share.positions(position)) - position
-            if not source.size or source.min() >= 0:
+            if not source.size or 0 <= source.min() <= source.max() < blocks.size:
                 rows = blocks[source]
-            else:  # padded rows repeat those of the previous step
+            else:  # padded rows repeat those of the previous step, and buckets exchange those of several
                 rows = share.samples(position) // order.params.block
             distinct, counts = np.unique(rows, return_counts=True)
             samples = np.where(distinct == full, last, order.params.block)  # of each of these blocks
@@ -148,6 +148,8 @@ class ForecastOptions:
     ranks_here: int = 1
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
+    bucket_by: str | None = None
+    bucket_steps: int = 100
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1:
@@ -195,7 +197,8 @@ class Forecast(EpochForecast):
 
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset.
     `rank`, `together`: how the batch of a rank and the global batch mix; `better`: lanes with which they mix better.
-    `copies`: what is drawn by weights.
+    `copies`: what is drawn by weights. `padding`: the share of padding in the batches of a rank, in buckets and
+    without; None if there are no buckets.
     `drawn`: the block of each row of the first global batches. `arrays`: what is read of each array, for a dataset that
     is read as arrays, `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after
     which less is read or batches mix better. `memory_alone`: the least memory that a single rank needs to resume such a
@@ -218,6 +221,7 @@ class Forecast(EpochForecast):
     unused: Mapping[str, int]
     rechunking: Rechunking | None
     copies: Copies | None
+    padding: tuple[float, float] | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,7 +237,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     Raises the errors of opening a dataset; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError`
     for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
-    loader = NumpyDataset(**vars(options.source(url)), **options.arguments())
+    buckets: dict[str, Any] = {"bucket_by": options.bucket_by, "bucket_steps": options.bucket_steps}
+    loader = NumpyDataset(**vars(options.source(url)), **options.arguments(), **buckets)
     (dataset,), share = loader._datasets, loader._first_share()
     assert isinstance(share, Share)
     order, params = share.order, share.order.params
@@ -261,8 +266,25 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         copies=_copies(dataset, options.weights),
+        padding=_padding(dataset, loader._first_share()),
         drawn=_first_blocks(share, params.block),
     )
+
+
+def _padding(dataset: Dataset, share: EpochShare) -> tuple[float, float] | None:
+    """Return the share of padding in batches that are padded to their longest sample, in buckets and without."""
+    if dataset.lengths is None or not share.global_steps(0):
+        return None
+    assert isinstance(share, Share)
+    assert share.bucket is not None
+    examined = 2 * share.order.params.window * share.order.lanes + share.bucket[0] * share.bucket[1]
+    found, count = [], max(2, min(STEPS, MAX_EXAMINED // examined))
+    for each in (share, replace(share, bucket=None)):
+        steps = _spread(count, each.global_steps(0))
+        rows = [dataset.lengths_of(each.samples(step * each.global_batch)) for step in steps]
+        padded = sum(lengths.size * int(lengths.max()) for lengths in rows)
+        found.append(1 - sum(int(lengths.sum()) for lengths in rows) / max(1, padded))
+    return found[0], found[1]
 
 
 def _copies(dataset: Dataset, weights: WeightsChoice) -> Copies | None:
@@ -332,6 +354,8 @@ def forecast_mixture(
 
     `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
     """
+    if options.bucket_by is not None:
+        raise UsageError(f"bucket_by={options.bucket_by!r} of a mixture", "leave it out, or give one URL")
     sources = {options.source(url): weight for url, weight in weights}
     mixture = NumpyMixture(sources, weigh=weigh, **arguments, **options.arguments())
     share = mixture._first_share()
