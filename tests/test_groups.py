@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_order
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamloader as sl
@@ -93,6 +93,7 @@ def test_the_steps_of_a_window_have_the_lengths_of_a_lane_in_order(made):
             assert np.array_equal(np.sort(of_lane.sum(axis=1)), in_order.sum(axis=1))
 
 
+@settings(max_examples=25)
 @given(shares())
 def test_global_batches_are_the_same_at_any_world_size(made):
     share, _ = made
@@ -110,7 +111,21 @@ def test_global_batches_are_the_same_at_any_world_size(made):
 
 @given(shares(), st.integers(1, 3), st.integers(0, 40))
 def test_a_schedule_has_each_row_in_a_block_that_is_open_and_no_more_blocks_than_it_declares(made, at_once, begun):
-    share, _ = made
+    check_schedule(made[0], at_once, begun)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("group", [8, 9])
+def test_a_run_that_goes_on_with_another_global_batch_closes_all_blocks(group, size):
+    table = np.random.default_rng(0).integers(0, 30, 285)
+    order = EpochOrder(285, OrderParams(1, 6, 2), 0, 0)
+    share = Share(order, 1, World(0, size), "pad", 1, (), (2, group, lambda samples: table[samples]))
+    for begun in (0, 5):
+        check_schedule(share, 1, begun)
+
+
+def check_schedule(share: Share, at_once: int, begun: int) -> None:
+    """Check that each row is in an open block, that all are closed, and that they are no more than declared."""
     position = min(begun, share.global_steps(0)) * share.global_batch
     expected = [
         share.samples(position + step * share.global_batch).tolist() for step in range(share.count_steps(position))
@@ -138,7 +153,7 @@ def test_steps_have_much_less_padding_than_without_buckets():
     share = Share(order, 32, World(0, 1), "drop", 1, ())
 
     def padding(bucket):
-        rows = [lengths[replace(share, bucket=bucket).samples(step * 32)] for step in range(0, 1800, 3)]
+        rows = [lengths[replace(share, bucket=bucket).samples(step * 32)] for step in range(0, 1800, 12)]
         total = sum(len(row) * row.max() for row in rows)
         return 1 - sum(row.sum() for row in rows) / total
 

@@ -298,7 +298,12 @@ class Share(EpochShare):
     @property
     def reads_each_lane(self) -> bool:
         """Whether every span examines all lanes of this rank: they are its own if the world size divides them."""
-        return self.order.shuffle and self.divides
+        return self.order.shuffle and self.divides and self._keeps_lanes
+
+    @property
+    def _keeps_lanes(self) -> bool:
+        """Whether buckets exchange positions of the same rank only: not if a run goes on with another global batch."""
+        return self.bucket is None or self.bucket[1] % (self.world.size if self.divides else self.order.lanes) == 0
 
     def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps as `EpochShare` does. With "uneven", this rank may have no row in the last one."""
@@ -480,7 +485,7 @@ class Share(EpochShare):
         A block of one sample is held for one plan, or for two by padding. Without shuffle there is no window: a plan
         holds the units of its rows, and padding repeats rows of the last full step, which has the same units or more.
         """
-        lanes, params = self.lanes_read, self.fetch_params
+        lanes, params = self.lanes_read if self._keeps_lanes else self.order.lanes, self.fetch_params
         ahead = 0 if self.bucket is None else -(-self.bucket[0] * self.bucket[1] // self.order.lanes)
         per_lane = -(-(params.window + 2 * ahead) // params.block) + 2 if self.order.shuffle else 1
         batch = steps_at_once * self.batch
