@@ -158,7 +158,7 @@ def test_steps_have_much_less_padding_than_without_buckets():
         return 1 - sum(row.sum() for row in rows) / total
 
     assert padding(None) > 0.5
-    assert padding((200, 32, lengths.__getitem__)) < 0.2
+    assert padding((300, 32, lengths.__getitem__)) < 0.2
 
 
 N = 700
