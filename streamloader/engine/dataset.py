@@ -218,7 +218,6 @@ def plans(
     Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
     """
     ticket, among_all = 0, numbers_among_all(datasets)
-    compute = compute if getattr(share, "bucket", None) is None else None  # whose lengths are of this process
     while True:
         for start, stop in share.parts(position):
             given = min(start, share.num_samples), stop, steps_at_once, ticket

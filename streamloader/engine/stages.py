@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, pairwise, repeat, starmap
+from itertools import chain, islice, pairwise, repeat
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -313,22 +313,23 @@ class Stages:
             most = 1 if unsized and self._stacks(name) else len(items)  # stacked ones have one size
             headers = list(islice(self._headers(decoder, items, plan), most))
             if unsized:  # otherwise the planned bytes of a batch include them
-                pixels = sum(math.prod(header.size) for _, header in headers) * (len(items) // max(1, len(headers)))
+                pixels = sum(math.prod(header.size) for _, _, header in headers) * (len(items) // max(1, len(headers)))
                 if isinstance(rule, Pad) and headers:
-                    longest = (max(sizes) for sizes in zip(*(header.size for _, header in headers), strict=True))
+                    longest = (max(sizes) for sizes in zip(*(header.size for _, _, header in headers), strict=True))
                     pixels = len(items) * math.prod(rule.padded(size) or 0 for size in longest)
                 size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
-            scratch = max(scratch, self._threads * max(starmap(decoder.scratch_bytes, headers), default=0))
+            largest = max((decoder.scratch_bytes(item, header) for _, item, header in headers), default=0)
+            scratch = max(scratch, self._threads * largest)
         return size, scratch
 
     def _headers(
         self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan
-    ) -> Iterator[tuple[memoryview, Header]]:
-        """Yield images with their headers. Raises `DecodeError` for an invalid one, unless bad samples are left out."""
+    ) -> Iterator[tuple[int, memoryview, Header]]:
+        """Yield (row, image, header). Raises `DecodeError` for an invalid one, unless bad samples are left out."""
         tolerated = (DecodeError,) if self._config.tolerant else ()
-        for item, sample in zip(items, plan.samples.tolist(), strict=True):
+        for row, (item, sample) in enumerate(zip(items, plan.samples.tolist(), strict=True)):
             with suppress(*tolerated):
-                yield item, decoder.measure(item, sample)
+                yield row, item, decoder.measure(item, sample)
 
     def describe(self, batch: Batch) -> str:
         """Return what an unfinished batch waits for, in words."""
@@ -457,7 +458,7 @@ class Stages:
             batch.columns |= views
             outs = tuple(views.values())
         elif self._stacks(name) or decoder.options.size is not None:
-            first = next(self._headers(decoder, items, plan), (items[0],))[0]
+            first = next((item for _, item, _ in self._headers(decoder, items, plan)), items[0])
             outs = lease(decoder.shape(first, int(plan.samples[0])))
             batch.columns[name] = outs[..., 0] if decoder.mask else outs
         elif isinstance(rule, Pad):
@@ -475,9 +476,8 @@ class Stages:
     def _sizes(self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan) -> Ints:
         """Return the (height, width) of images, of bad ones (1, 1)."""
         sizes = np.ones((len(items), 2), np.int64)
-        for row, (item, sample) in enumerate(zip(items, plan.samples.tolist(), strict=True)):
-            with suppress(*[DecodeError] * self._config.tolerant):
-                sizes[row] = decoder.measure(item, sample).size
+        for row, _, header in self._headers(decoder, items, plan):
+            sizes[row] = header.size
         return sizes
 
     def _decode_part(self, batch: Batch, fields: Mapping[str, Encoded], crops: Ints, part: range, ended: Ended) -> None:

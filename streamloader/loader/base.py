@@ -179,14 +179,16 @@ class Pass(Iterator[Columns]):
             pipeline.close()
 
     def _converted(self, batch: Batch) -> Iterable[tuple[dict[str, Any], int, Step | None]]:
-        steps = self._steps_of(batch)
         try:
-            if not self._format.samples:
-                made = [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in split_steps(batch)]
-            else:
+            if self._format.samples:
                 samples = self._format.each_sample(batch)
                 made = [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
-            return [(*each, step) for each, step in zip(made, steps, strict=False)]
+                plans: Iterable[BatchPlan] = batch.plan.steps()
+            else:
+                steps = list(split_steps(batch))
+                made = [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in steps]
+                plans = (plan for plan, _ in steps)
+            return [(*each, step) for each, step in zip(made, self._counted(batch, plans), strict=False)]
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
             raise
@@ -208,15 +210,15 @@ class Pass(Iterator[Columns]):
             )
         )
 
-    def _steps_of(self, batch: Batch) -> Iterable[Step | None]:
-        """Return the plan of each step with its bad samples by row; None each if bad samples end the pass."""
+    def _counted(self, batch: Batch, plans: Iterable[BatchPlan]) -> Iterable[Step | None]:
+        """Return the plans of steps, each with its bad samples by row; None each if bad samples end the pass."""
         if self._loader is None or not self._loader._config.tolerant:
             return repeat(None)
         faults: dict[int, dict[int, Fault]] = {}
         for row, fault in batch.faults.items():
             number, row_of_step = divmod(row, batch.plan.step_rows)
             faults.setdefault(number, {})[row_of_step] = fault
-        return [(plan, faults.get(number, {})) for number, plan in enumerate(batch.plan.steps())]
+        return ((plan, faults.get(number, {})) for number, plan in enumerate(plans))
 
     def _count_bad(self, step: Step | None) -> None:
         """Count and log the bad samples of a step. Raises `BadSamplesError` if they are too many, and ends the pass."""

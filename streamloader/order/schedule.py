@@ -83,6 +83,7 @@ class EpochShare:
     world: World
     remainder: Remainder
     gaps: tuple[Gap, ...]
+    bucket: Bucket | None = None  # of a dataset
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -232,7 +233,9 @@ class EpochShare:
         rows = self.batch * steps_at_once
         spans, again = tee(cut_spans(self, position, self.num_steps(position, stop), steps_at_once))
         arguments = ((self, span, {} if self.reads_each_lane else live) for span in again)  # that of its moment
-        reading = (compute or call_each)(read_span, arguments, SPANS_AT_ONCE if self.reads_each_lane else 1)
+        if compute is None or self.bucket is not None:  # whose lengths are of this process
+            compute = call_each
+        reading = compute(read_span, arguments, SPANS_AT_ONCE if self.reads_each_lane else 1)
         for span in spans:
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if resident:
