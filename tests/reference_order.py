@@ -178,6 +178,54 @@ def draws(case: Weighted) -> list[int]:
     return out
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What pins rows of documents."""
+
+    name: str
+    lengths: tuple[int, ...]
+    length: int
+    split: bool = True
+
+
+def groups(case: Packing) -> list[list[int]]:
+    """Rule 13: the documents of each group."""
+    out: list[list[int]] = [[]]
+    elements = 0
+    for document, size in enumerate(case.lengths):
+        out[-1].append(document)
+        elements += size if case.split or size <= case.length else 0
+        if elements >= 128 * case.length or len(out[-1]) == 65536:
+            out.append([])
+            elements = 0
+    return out
+
+
+def rows(case: Packing) -> list[list[tuple[int, int]]]:
+    """Rule 13: the (document, piece) of each row."""
+    out: list[list[tuple[int, int]]] = []
+    for group in groups(case):
+        rests = []
+        for document in group:
+            size = case.lengths[document]
+            if size <= case.length or case.split:
+                out += [[(document, piece)] for piece in range(size // case.length)]
+                rests.append((size % case.length, document))
+        others: list[list[tuple[int, int]]] = []
+        free: list[tuple[int, int]] = []  # the free space of each row, and when it got its last document, from late on
+        for turn, (size, document) in enumerate(sorted(rests, key=lambda rest: (-rest[0], rest[1]))):
+            if size:
+                fits = [(space, since, row) for row, (space, since) in enumerate(free) if space >= size]
+                space, _, row = min(fits, default=(case.length, 0, len(others)))
+                if row == len(others):
+                    others.append([])
+                    free.append((0, 0))
+                others[row].append((document, case.lengths[document] // case.length))
+                free[row] = space - size, -turn
+        out += sorted(sorted(row) for row in others)
+    return out
+
+
 CASES = [
     Case("empty", 0, 4, 2, 8),
     Case("one sample", 1, 4, 2, 8, seed=3),
@@ -227,6 +275,20 @@ WEIGHTED = [
 ]
 
 
+LENGTHS = tuple(permuted(j, 400, 3) ** 2 // 1000 for j in range(400))  # 0 to 159, most of them short
+PACKINGS = [
+    Packing("one document", (7,), 8),
+    Packing("a document of a whole row", (8,), 8),
+    Packing("documents that fit, and an empty one", (3, 5, 0, 4, 4, 1, 6), 8),
+    Packing("documents that are longer than a row", (3, 8, 20, 9, 16, 0, 2), 8),
+    Packing("documents that are longer than a row are left out", (3, 8, 20, 9, 16, 0, 2), 8, split=False),
+    Packing("a document longer than a group", (1, 2000, 1, 1), 8),
+    Packing("several groups", LENGTHS, 60),
+    Packing("several groups without documents longer than a row", LENGTHS, 60, split=False),
+    Packing("rows of one element", (2, 0, 1, 3), 1),
+]
+
+
 def sha256(numbers: list[int]) -> str:
     """Of the numbers as u64, little-endian."""
     return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
@@ -252,11 +314,12 @@ def document() -> dict[str, Any]:
             | {"positions": positions, "samples": taken}
         )
     drawn = [{**asdict(case), "draws": draws(case)} for case in WEIGHTED]
+    packed = [{**asdict(case), "rows": rows(case)} for case in PACKINGS]
     return {
         "about": "Golden orders of order version 1, made by tests/reference_order.py. keys: w[0..7] in hexadecimal. "
         "samples: the sample at each global position. shares: positions and samples by step, rank and row; a position "
         "of num_samples or more is a padded row. weights: the samples that an epoch draws by weights, ascending. "
-        "Integers may exceed 2^53.",
+        "packing: the [document, piece] of each row. Integers may exceed 2^53.",
         "version": 1,
         "mix": [[f"{x:016x}", f"{mix(x):016x}"] for x in (0, 1, 0x9E3779B97F4A7C15, U64 - 1)],
         "blocks": [
@@ -266,6 +329,7 @@ def document() -> dict[str, Any]:
         "orders": orders,
         "shares": shares,
         "weights": drawn,
+        "packing": packed,
     }
 
 

@@ -1,0 +1,254 @@
+"""Rows of a fixed length that documents are packed into (`pack=`): a function of their lengths alone. No I/O.
+
+It implements rule 13 of section 8 of SPEC.md. Documents are packed in groups of neighbours, so that a few rows need few
+documents. A document that is longer than a row is cut into full rows and a remainder. The remainders of a group go, by
+decreasing size, into the row with the least free space that is enough (best-fit decreasing).
+
+The C extension `_packing.c` packs remainders without the GIL. Where it was not compiled, `_pack` does the same, 50
+times as slow, and tests compare the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import SelectionError
+from streamloader.order.epoch_order import distinct
+
+if TYPE_CHECKING:
+    from streamloader.order.selection import AllBut
+
+Ints = NDArray[np.int64]
+Sizes = NDArray[np.uint32]
+Rows = tuple[NDArray[np.uint16], Sizes, Ints]
+
+GROUP_ROWS = 128
+GROUP_DOCUMENTS = 1 << 16  # so that the number of a document in its group has 16 bits
+PIECE = 1 << 19  # documents that are packed together
+
+_LABEL = b"streamloader/packing/1"
+
+
+class Packed:
+    """The rows of `length` elements that documents with these lengths are packed into.
+
+    `lengths`: the elements of each document, below 2**32, in arrays that follow one another. Empty documents are left
+    out. With `split`, a document that is longer than a row is cut; without, it is left out and counted in `dropped`.
+    They are the lengths of the samples `packed_from`, or of all samples of the dataset if it is None. With `costs`,
+    `costs` has the cost of each row, the sum of the squares of the sizes of its items, as int64 of shape (rows,).
+
+    `real` counts the elements in all rows, the rest of which is padding. It takes 2 bytes for each document and each
+    row that is a piece of one document, and 4 for each other row. Raises `SelectionError` if nothing can be packed.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[NDArray[Any]],
+        length: int,
+        *,
+        split: bool = True,
+        packed_from: Ints | AllBut | None = None,
+        costs: bool = False,
+    ) -> None:
+        self.length, self.packed_from, self.dropped, self.real = length, packed_from, 0, 0
+        digest = hashlib.sha256(_LABEL + struct.pack("<Q?", length, split))
+        sizes = self._count(lengths, split, digest.update)
+        parts = [_pack_groups(*group, length, costs) for group in _groups(sizes, GROUP_ROWS * length)]
+        if not self.real:
+            problem = f"pack= has no document to pack: {self.dropped} have more than {length} elements, the others none"
+            raise SelectionError(problem, "give a larger length, or split=True")
+        self.digest, columns = digest.hexdigest(), list(zip(*parts, strict=True))
+        del parts
+        self.costs = np.concatenate(columns.pop()) if costs else None
+        # The full pieces come first in a group. Of each, and of each item of the other rows: its document, by its
+        # number in the group. The items of these rows end at `_ends`, modulo 2**32.
+        self._full, self._items = (np.concatenate(columns.pop(0)) for _ in range(2))
+        self._ends = np.concatenate([np.zeros(1, np.uint32), *columns.pop(0)])
+        np.cumsum(self._ends, dtype=np.uint32, out=self._ends)
+        # before each group, and in all: documents, full pieces, items, other rows
+        self._groups = np.concatenate([np.zeros((4, 1), np.int64), *columns.pop(0)], axis=1).cumsum(axis=1)
+        self._rows = self._groups[1] + self._groups[3]
+
+    def _count(self, lengths: Iterable[NDArray[Any]], split: bool, update: Callable[[Any], None]) -> Iterator[Sizes]:
+        """Yield the sizes of documents in small arrays, 0 for what is left out; count what is packed and left out."""
+        for array in lengths:
+            for start in range(0, array.size, PIECE):
+                sizes = array[start : start + PIECE].astype("<u4")
+                update(sizes)
+                if not split:
+                    self.dropped += int(np.count_nonzero(sizes > self.length))
+                    sizes[sizes > self.length] = 0
+                self.real += int(sizes.sum(dtype=np.int64))
+                yield sizes
+
+    def __len__(self) -> int:
+        return int(self._rows[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        arrays = (self._full, self._items, self._ends, self._groups, self._rows, self.packed_from, self.costs)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def items(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return (documents, pieces, edges) of some rows: row i has the items edges[i] : edges[i + 1].
+
+        `documents` has their numbers among all samples of the dataset, ascending within a row. Piece k of a document
+        has its elements from k * length on, up to (k + 1) * length or its end.
+        """
+        groups, inside, edges, places = self._find(rows)
+        begin, end = self._groups[1][groups], self._groups[1][groups + 1]
+        # a piece has the number of the pieces of its document before it, all of which are full
+        first = _search(self._full, begin, end, inside)
+        mixed = np.flatnonzero(places >= end)
+        places[mixed] = _search(self._full, first[mixed], end[mixed], inside[mixed] + 1)
+        return self._numbers(groups, inside), places - first, edges
+
+    def documents(self, start: int, stop: int) -> Ints:
+        """Return the documents of the rows [start, stop) among all samples of the dataset, ascending and distinct."""
+        groups, inside, _, _ = self._find(np.arange(start, stop))
+        return distinct(self._numbers(groups, inside))
+
+    def most_documents(self, block: int) -> int:
+        """Return the most documents that rows [k * block, (k + 1) * block) have pieces of, over all k."""
+        most, size = 0, max(1, PIECE // block) * block
+        for first in range(0, len(self), size):
+            rows = np.arange(first, min(len(self), first + size))
+            groups, inside, edges, _ = self._find(rows)
+            blocks = np.repeat((rows - first) // block, np.diff(edges)) * (self._groups[0][-1] + 1)
+            pairs = distinct(blocks + self._groups[0][groups] + inside)
+            most = max(most, int(np.bincount(pairs // (self._groups[0][-1] + 1)).max()))
+        return most
+
+    def _find(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return of each item of some rows its group, its document in the group, and its row among the full pieces.
+
+        The last is at least the number of full pieces up to the end of the group if the row is not a full piece. The
+        third of the four is `edges`, as of `items`.
+        """
+        groups = np.searchsorted(self._rows, rows, side="right") - 1
+        places = rows - self._rows[groups] + self._groups[1][groups]
+        others = np.flatnonzero(places >= self._groups[1][groups + 1])
+        number = (rows - self._groups[1][groups + 1])[others]  # among the rows that are not full pieces
+        counts = np.ones(rows.size, np.int64)
+        counts[others] = self._ends[number + 1] - self._ends[number]
+        edges = np.concatenate([[0], np.cumsum(counts)])
+        before = self._groups[2][groups[others]]
+        start = before + (self._ends[number] - before.astype(np.uint32))
+        inside = np.empty(edges[-1], np.int64)
+        full = np.flatnonzero(places < self._groups[1][groups + 1])
+        inside[edges[full]] = self._full[places[full]]
+        ragged = np.arange(counts[others].sum()) - np.repeat(np.cumsum(counts[others]) - counts[others], counts[others])
+        inside[np.repeat(edges[others], counts[others]) + ragged] = self._items[
+            np.repeat(start, counts[others]) + ragged
+        ]
+        return np.repeat(groups, counts), inside, edges, np.repeat(places, counts)
+
+    def _numbers(self, groups: Ints, inside: Ints) -> Ints:
+        documents = self._groups[0][groups] + inside
+        return documents if self.packed_from is None else self.packed_from[documents]
+
+
+def _search(values: NDArray[np.uint16], low: Ints, high: Ints, keys: Ints) -> Ints:
+    """Return for each key the first index in [low, high) of a value that is not less, or `high`. Values ascend."""
+    low, high = low.copy(), high.copy()
+    while (left := np.flatnonzero(low < high)).size:
+        middle = (low[left] + high[left]) // 2
+        less = values[middle] < keys[left]
+        low[left[less]] = middle[less] + 1
+        high[left[~less]] = middle[~less]
+    return low
+
+
+def _groups(arrays: Iterable[Sizes], most: int) -> Iterator[tuple[Sizes, Ints]]:
+    """Yield (sizes, edges) of whole groups: group g has the documents edges[g] : edges[g + 1] of these.
+
+    A group ends with the document with which it has `most` elements, or `GROUP_DOCUMENTS` documents.
+    """
+    rest = np.zeros(0, np.uint32)
+    for array in arrays:
+        sizes = np.concatenate([rest, array])
+        sums, edges, before = np.cumsum(sizes, dtype=np.int64), [0], 0
+        while (end := min(int(sums.searchsorted(before + most)) + 1, edges[-1] + GROUP_DOCUMENTS)) <= sizes.size:
+            edges.append(end)
+            before = int(sums[end - 1])
+        if edges[-1]:
+            yield sizes[: edges[-1]], np.array(edges)
+        rest = sizes[edges[-1] :]
+    if rest.size:
+        yield rest, np.array([0, rest.size])
+
+
+def _pack_groups(sizes: Sizes, edges: Ints, length: int, costs: bool) -> tuple[NDArray[Any], ...]:
+    """Return what `Packed` has of some groups: full pieces, items, items of each other row, sums of groups, and costs.
+
+    The sums are documents, full pieces, items and other rows of each group, of shape (4, groups).
+    """
+    pieces = sizes // np.uint32(length)
+    rests = sizes - pieces * np.uint32(length)
+    long, first = np.flatnonzero(pieces), edges[:-1]
+    inside = (long - first[np.searchsorted(edges, long, side="right") - 1]).astype(np.uint16)
+    full = np.repeat(inside, pieces[long])
+    items, counts = np.empty(np.count_nonzero(rests), np.uint16), np.empty(np.count_nonzero(rests), np.uint32)
+    others = np.empty(first.size, np.int64)
+    counts = counts[: pack(rests, edges, length, (items, counts, others))].copy()
+    before = [np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[edges] for values in (pieces, rests > 0)]
+    sums = np.stack([np.diff(edges), *np.diff(before), others])
+    if not costs:
+        return full, items, counts, sums
+    squares = rests[items + np.repeat(first, sums[2])].astype(np.int64) ** 2
+    of_others = np.add.reduceat(squares, np.cumsum(counts, dtype=np.int64) - counts) if counts.size else squares
+    is_full = np.repeat(np.tile([True, False], first.size), sums[[1, 3]].T.reshape(-1))
+    out = np.full(is_full.size, length**2)
+    out[~is_full] = of_others
+    return full, items, counts, sums, out
+
+
+def _pack(rests: Sizes, edges: Ints, length: int, out: Rows) -> int:
+    """Pack the remainders of each group, 0 for a document without one, by best-fit decreasing. Return the rows of all.
+
+    `out` gets the documents of the rows by their numbers in the group, how many each row has, and the rows of each
+    group.
+    """
+    items, counts, rows = out
+    item = row = 0
+    for group in range(edges.size - 1):
+        sizes = rests[edges[group] : edges[group + 1]]
+        free: dict[int, list[list[int]]] = {}  # rows by their free space
+        spaces: list[int] = []  # all of these, ascending
+        packed: list[list[int]] = []
+        for document in np.argsort(-sizes.astype(np.int64), kind="stable")[: np.count_nonzero(sizes)].tolist():
+            size = int(sizes[document])
+            at = bisect_left(spaces, size)
+            if at == len(spaces):
+                packed.append(into := [])
+                space = length
+            else:
+                space = spaces[at]
+                into = free[space].pop()
+                if not free[space]:
+                    del free[space], spaces[at]
+            into.append(document)
+            if space > size:
+                if space - size not in free:
+                    insort(spaces, space - size)
+                free.setdefault(space - size, []).append(into)
+        for documents in sorted(map(sorted, packed)):
+            counts[row], row = len(documents), row + 1
+            items[item : item + len(documents)] = documents
+            item += len(documents)
+        rows[group] = len(packed)
+    return row
+
+
+try:
+    from streamloader.order._packing import pack
+except ImportError:  # no C compiler
+    pack = _pack

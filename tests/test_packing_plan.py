@@ -1,0 +1,153 @@
+"""Rows that documents are packed into: every element once, within a row, in few rows, by their lengths alone."""
+
+import json
+import pickle
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pytest
+import reference_order as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamloader.errors import SelectionError
+from streamloader.order import packing
+from streamloader.order.packing import Packed
+from streamloader.order.selection import AllBut
+
+GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["packing"]
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> reference.Packing:
+    """Lengths of which some can be packed: a few groups of short documents, or of long ones."""
+    length = draw(st.integers(1, 12))
+    most = draw(st.sampled_from([1, length, 3 * length, 200 * length]))
+    lengths = draw(st.lists(st.integers(0, most), max_size=200))
+    lengths += [draw(st.integers(1, length))]
+    return reference.Packing("drawn", tuple(draw(st.permutations(lengths))), length, draw(st.booleans()))
+
+
+def packed(case: reference.Packing, **options) -> Packed:
+    return Packed([np.array(case.lengths, np.uint32)], case.length, split=case.split, **options)
+
+
+def rows_of(found: Packed, rows=None) -> list[list[tuple[int, int]]]:
+    """The (document, piece) of each row."""
+    documents, pieces, edges = found.items(np.arange(len(found)) if rows is None else np.array(rows, np.int64))
+    both = list(zip(documents.tolist(), pieces.tolist(), strict=True))
+    return [both[start:stop] for start, stop in pairwise(edges.tolist())]
+
+
+def size_of(case: reference.Packing, document: int, piece: int) -> int:
+    return min(case.length, case.lengths[document] - piece * case.length)
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
+def test_rows_equal_the_golden_rows(golden):
+    case = next(case for case in reference.PACKINGS if case.name == golden["name"])
+    assert rows_of(packed(case)) == [[tuple(item) for item in row] for row in golden["rows"]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(packings())
+def test_rows_equal_the_reference(case):
+    assert rows_of(packed(case)) == reference.rows(case)
+
+
+@settings(max_examples=200, deadline=None)
+@given(packings())
+def test_each_element_is_in_one_row_and_no_row_is_longer_than_its_length(case):
+    found = packed(case)
+    left = [n for n in case.lengths if case.split or n <= case.length]
+    items = [item for row in rows_of(found) for item in row]
+    whole = [(d, k) for d, n in enumerate(case.lengths) if n in left for k in range(-(-n // case.length))]
+    assert sorted(items) == whole
+    sizes = [sum(size_of(case, *item) for item in row) for row in rows_of(found)]
+    assert 0 < min(sizes) <= max(sizes) <= case.length
+    assert found.real == sum(sizes) == sum(left)
+    assert found.dropped == len(case.lengths) - len(left)
+
+
+@settings(max_examples=100, deadline=None)
+@given(packings())
+def test_documents_are_cut_only_where_they_are_longer_than_a_row(case):
+    for document, piece in (item for row in rows_of(packed(case)) for item in row):
+        assert piece == 0 or case.lengths[document] > case.length
+
+
+@settings(max_examples=100, deadline=None)
+@given(packings(), st.data())
+def test_rows_do_not_depend_on_the_arrays_in_which_lengths_arrive(case, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(case.lengths)), max_size=6)))
+    arrays = [np.array(case.lengths[a:b], np.int64) for a, b in pairwise([0, *cuts, len(case.lengths)])]
+    found, whole = Packed(iter(arrays), case.length, split=case.split), packed(case)
+    assert rows_of(found) == rows_of(whole)
+    assert found.digest == whole.digest
+
+
+@settings(max_examples=100, deadline=None)
+@given(packings(), st.data())
+def test_rows_can_be_read_anywhere_and_have_costs(case, data):
+    found = packed(case, costs=True)
+    whole = rows_of(found)
+    assert len(found) == len(whole)
+    chosen = data.draw(st.lists(st.integers(0, len(found) - 1), max_size=20))
+    copy = pickle.loads(pickle.dumps(found))
+    assert rows_of(copy, chosen) == [whole[row] for row in chosen]
+    assert found.costs.tolist() == [sum(size_of(case, *item) ** 2 for item in row) for row in whole]
+
+
+@settings(max_examples=100, deadline=None)
+@given(packings(), st.integers(1, 90))
+def test_a_block_of_rows_has_these_documents(case, block):
+    found = packed(case)
+    documents = [[d for d, _ in row] for row in rows_of(found)]
+    blocks = [sorted(set().union(*documents[s : s + block])) for s in range(0, len(found), block)]
+    assert [found.documents(i * block, min(len(found), (i + 1) * block)).tolist() for i in range(len(blocks))] == blocks
+    assert found.most_documents(block) == max(map(len, blocks))
+
+
+@settings(max_examples=50, deadline=None)
+@given(packings(), st.integers(0, 40))
+def test_the_documents_of_a_selection_are_its_samples(case, gap):
+    chosen = np.arange(len(case.lengths)) * 3 + gap
+    end = int(chosen[-1]) + 1
+    for base in (chosen, AllBut(end, np.setdiff1d(np.arange(end), chosen))):
+        found, plain = packed(case, packed_from=base), packed(case)
+        assert rows_of(found) == [[(int(chosen[d]), k) for d, k in row] for row in rows_of(plain)]
+        assert found.documents(0, len(found)).tolist() == chosen[plain.documents(0, len(plain))].tolist()
+        assert found.nbytes == plain.nbytes + base.nbytes
+
+
+def test_other_lengths_and_options_have_another_digest():
+    lengths = np.array([1, 2, 3])
+    options = [(lengths, 4, True), (lengths, 4, False), (lengths, 5, True), (lengths[::-1], 4, True)]
+    assert len({Packed([one], length, split=split).digest for one, length, split in options}) == 4
+
+
+@pytest.mark.parametrize(("mean", "deviation", "length"), [(5.5, 1.2, 2049), (7.5, 1.0, 2049), (4.0, 0.7, 513)])
+def test_padding_is_below_two_percent(mean, deviation, length):
+    """Documents that are shorter than a row, longer, and very short ones."""
+    lengths = np.random.default_rng(1).lognormal(mean, deviation, 30_000).astype(np.uint32)
+    found = Packed([lengths], length)
+    assert found.real == lengths.sum()
+    assert found.real > 0.98 * len(found) * length
+
+
+def test_many_short_documents_are_packed_in_little_memory():
+    count = 3 << 16
+    with datasets.within(12 << 20):
+        found = Packed((np.full(4096, 5, np.uint8) for _ in range(count // 4096)), 1 << 20)
+    assert found.nbytes < 2.1 * count
+    assert found._groups[0].tolist() == list(range(0, count + 1, packing.GROUP_DOCUMENTS))
+    documents, pieces, edges = found.items(np.arange(len(found)))
+    assert documents.tolist() == list(range(count)) and not pieces.any()
+    assert np.diff(edges).tolist() == [packing.GROUP_DOCUMENTS] * len(found)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [9, 0, 10]])
+def test_nothing_to_pack_is_an_error(lengths):
+    with pytest.raises(SelectionError, match=r"pack= has no document to pack: \d have more than 8 elements"):
+        Packed([np.array(lengths, np.int64)], 8, split=False)
