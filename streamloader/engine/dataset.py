@@ -114,11 +114,10 @@ class Dataset:
         return self.lengths[samples]
 
     @property
-    def index_bytes(self) -> int:
-        """The bytes of cached chunk tables, numbers of selected and deleted samples, draws by weights, and lengths."""
+    def selection_bytes(self) -> int:
+        """The bytes of the numbers of selected and deleted samples, draws by weights, and lengths."""
         kept = (numbers for numbers in (self.selection, self.remaining, self.lengths) if numbers is not None)
-        selected = sum(numbers.nbytes for numbers in kept)
-        return selected + sum(self.readers[name].kept_bytes for name in self.names)
+        return sum(numbers.nbytes for numbers in kept)
 
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
@@ -166,6 +165,23 @@ class Dataset:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the readers."""
         return {name: value for name, value in self.__dict__.items() if not name.endswith("readers")}
+
+
+def share_readers(datasets: Sequence[Dataset]) -> None:
+    """Let datasets of one version have the same readers, and so one copy of its chunk tables."""
+    first: dict[tuple[str, str, tuple[str, ...]], Dataset] = {}
+    for dataset in datasets:
+        if dataset.arrays is None:
+            same = first.setdefault((dataset.store.url, dataset.manifest.digest, dataset.names), dataset)
+            if same.store.location == dataset.store.location:  # with the same credentials
+                dataset.__dict__["readers"] = same.readers
+
+
+def index_bytes(datasets: Sequence[Dataset]) -> int:
+    """Return the bytes of the cached chunk tables, selections and lengths of datasets."""
+    readers = {id(reader): reader for dataset in datasets for reader in dataset.readers.values()}
+    tables = sum(reader.kept_bytes for reader in readers.values())
+    return tables + sum(dataset.selection_bytes for dataset in datasets)
 
 
 def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, ...]:

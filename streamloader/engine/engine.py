@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import Any
 
 from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, allowance
-from streamloader.engine.dataset import Dataset, load_field, plans
+from streamloader.engine.dataset import Dataset, index_bytes, load_field, plans, share_readers
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import Memory, residence_of
@@ -63,6 +63,7 @@ class Engine:
 
     def __init__(self, datasets: Sequence[Dataset], config: LoaderConfig, counters: Counters) -> None:
         self.datasets = tuple(datasets)
+        share_readers(self.datasets)
         self.owner = Owner("threads of a loader")
         self.counters = counters
         assert isinstance(config.workers, int)
@@ -260,7 +261,7 @@ class Engine:
             fields,
             slots=share.slots_needed(steps_at_once),
             blocks=sum(-(-dataset.num_samples // share.block) for dataset in self.datasets),
-            index_bytes=index + sum(dataset.index_bytes for dataset in self.datasets),
+            index_bytes=index + index_bytes(self.datasets),
         )
         return replace(whole, reused=any(dataset.weights_digest is None for dataset in self.datasets))
 

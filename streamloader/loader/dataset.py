@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
-from streamloader.errors import FieldError, MixtureError
+from streamloader.errors import FieldError, MixtureError, UsageError
 from streamloader.format.deleted import read_lengths
 from streamloader.loader.arguments import (
     PIECE_BYTES,
@@ -121,7 +121,7 @@ class NumpyDataset(Loader):
 
 
 Weights = Mapping[Any, float]  # of a URL, a Source, or a mixture
-# the share of each source (with sum 1) by the step from which they apply, the first 0
+# the share of each source (with sum 1), by the step or what else a schedule counts from which they apply, the first 0
 Shares = tuple[tuple[int, tuple[Fraction, ...]], ...]
 
 
@@ -129,18 +129,22 @@ def _at_step(by_step: Sequence[tuple[int, tuple[Any, ...]]], step: int) -> tuple
     return [values for begin, values in by_step if begin <= step][-1]
 
 
-def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> tuple[tuple[Source, ...], Shares]:
+def choose_sources(
+    weights: Weights, schedule: Mapping[int, Weights] | None, schedule_by: str = "steps"
+) -> tuple[tuple[Source, ...], Shares]:
     """Return the sources of a mixture, nested ones flattened, and shares. Raises `MixtureError` if it is invalid."""
     from streamloader.order.mixture import exact_shares
 
     if not isinstance(weights, Mapping) or not weights:
         raise MixtureError(f"a mixture of {weights!r:.60}", "give a weight for each source: Mixture({a: 0.7, b: 0.3})")
-    parts = {key: _part(key) for key in weights}
+    if not isinstance(schedule_by, str):
+        raise UsageError(f"schedule_by={schedule_by!r:.60}", "choose 'steps', 'samples', or a field as 'tokens'")
+    parts = {key: _part(key, schedule_by) for key in weights}
     phases = {0: weights, **dict(schedule or {})}
     for step, changed in phases.items():
         unknown = [key for key in changed if key not in parts] if isinstance(changed, Mapping) else [changed]
         if not is_whole(step, 0) or unknown:
-            remedy = "give weights of the mixture's own sources, by whole steps"
+            remedy = f"give weights of the mixture's own sources, by whole {schedule_by}"
             raise MixtureError(f"schedule={{{step!r}: {changed!r:.60}}}", remedy)
     shares = {int(step): exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
     steps = sorted({*shares, *(step for _, inner in parts.values() for step, _ in inner)})
@@ -153,7 +157,10 @@ def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> 
 
 
 def mean_length(dataset: Dataset, name: str) -> Fraction:
-    """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths."""
+    """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths.
+
+    Raises `FieldError` if there is no such field, or for a selection no table of lengths.
+    """
     layout = dataset.manifest.fields.get(name)
     if dataset.arrays is not None or layout is None or layout.field.fixed:
         problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
@@ -171,8 +178,15 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
 
 
-def _part(key: Any) -> tuple[tuple[Source, ...], Shares]:
+def _means(datasets: Sequence[Dataset], name: str) -> list[Fraction]:
+    return [mean_length(dataset, name) for dataset in datasets]
+
+
+def _part(key: Any, schedule_by: str) -> tuple[tuple[Source, ...], Shares]:
     if isinstance(key, NumpyMixture):
+        if len(key._shares) > 1 and key._schedule_by != schedule_by:
+            problem = f"schedule_by={schedule_by!r} with a nested mixture whose schedule counts {key._schedule_by}"
+            raise MixtureError(problem, "let the schedules of both count the same")
         return key.sources, key._shares
     if not isinstance(key, str | os.PathLike | Source):
         raise MixtureError(f"a source {key!r:.60}", "give a URL, a Source, or a Mixture")
@@ -214,6 +228,7 @@ class NumpyMixture(Loader):
         *,
         batch_size: int | None,
         schedule: Mapping[int, Weights] | None = None,
+        schedule_by: str = "steps",
         stop: Stop = "first",
         batches: Batches = "mixed",
         unit: int | None = None,
@@ -243,7 +258,8 @@ class NumpyMixture(Loader):
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
         unit = None if unit is None else whole("unit", unit)
         check_mixture_options(stop, batches, unit)
-        chosen, self._shares = choose_sources(sources, schedule)
+        chosen, self._shares = choose_sources(sources, schedule, schedule_by)
+        self._schedule_by = schedule_by
         if weigh is not None and len(chosen) > len(sources):
             raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
         self._weigh, self._unweighed = weigh, self._shares
@@ -251,22 +267,35 @@ class NumpyMixture(Loader):
         check_same_fields(chosen, self._datasets, with_index)
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
-        from streamloader.order.mixture import exact_shares, whole_weights
+        from streamloader.order.mixture import exact_shares, position_after, whole_weights
 
         if self._weigh is not None:
-            means = [mean_length(dataset, self._weigh) for dataset in datasets]
+            means = _means(datasets, self._weigh)
             if not all(means):
                 raise MixtureError(
                     f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out"
                 )
             counts = ((step, map(Fraction.__truediv__, shares, means)) for step, shares in self._unweighed)
             self._shares = tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
-        return {"weights_by_step": tuple((step, whole_weights(each)) for step, each in self._shares)}
+        weights_by_step = [(step, whole_weights(each)) for step, each in self._shares]
+        if len(weights_by_step) == 1 or self._schedule_by == "steps":
+            return {"weights_by_step": tuple(weights_by_step)}
+        positions = weights_by_step
+        if self._schedule_by != "samples":
+            means, positions = _means(datasets, self._schedule_by), weights_by_step[:1]
+            for elements, weights in weights_by_step[1:]:
+                positions.append((position_after(elements, positions, means), weights))
+        return {"weights_by_step": tuple(dict(positions).items()), "by_samples": True}
 
     def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
-        """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`."""
-        weights = _at_step(self._first.weights_by_step, step)
-        means = [1 if field is None else mean_length(dataset, field) for dataset in self._datasets]
+        """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`.
+
+        `step` counts what the schedule counts: see `schedule_by`.
+        """
+        from streamloader.order.mixture import whole_weights
+
+        weights = whole_weights(_at_step(self._shares, step))
+        means = [Fraction(1)] * len(weights) if field is None else _means(self._datasets, field)
         counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
         total = sum(counts) or 1  # of samples that are all empty
         return {source: float(count / total) for source, count in zip(self.sources, counts, strict=True)}

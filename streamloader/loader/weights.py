@@ -80,6 +80,8 @@ def _of_classes(
     """Return the weight of each named class, the seed, and the class of each sample: -1 for one that is not named."""
     shown = f"weights={choice!r:.80}"
     remedy = "name a field, and the weights of its classes: {'label': {'cat': 2, 'dog': 1}}"
+    if all(isinstance(key, int) for key in choice):
+        remedy += "; weights that change are a schedule of sl.Mixture with a Source(url, weights=) for each"
     if len(choice) != 1 or not isinstance(by_class := next(iter(choice.values())), Mapping) or not by_class:
         raise SelectionError(shown, remedy)
     field = next(iter(choice))

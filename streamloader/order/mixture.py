@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import gcd, lcm
+from math import ceil, gcd, lcm
 from numbers import Rational
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,47 @@ def _fraction(weight: float | Rational) -> Fraction:
     if fraction < 0:
         raise MixtureError(f"the weight {weight!r} is negative", "give a number of at least 0")
     return fraction
+
+
+# the first position of each phase, and the weight of each source
+WeightsFrom = Sequence[tuple[int, Sequence[int]]]
+
+
+def elements_before(position: int, phases: WeightsFrom, means: Sequence[Fraction]) -> Fraction:
+    """Return about how many elements of a field the samples before a position have.
+
+    `means`: the mean number in a sample of each source.
+    """
+    return sum(((min(position, end) - begin) * mean for begin, end, mean in _in_phases(phases, means, position)), _NONE)
+
+
+def position_after(elements: int, phases: WeightsFrom, means: Sequence[Fraction]) -> int:
+    """Return the first position before which there are about `elements` elements: see `elements_before`.
+
+    Raises `MixtureError` if no later sample has one.
+    """
+    left = Fraction(elements)
+    for begin, end, mean in _in_phases(phases, means, None):
+        if left <= 0:
+            return begin
+        if mean and (end is None or left <= (end - begin) * mean):
+            return begin + ceil(left / mean)
+        left -= mean * (0 if end is None else end - begin)
+    problem = f"the schedule has weights after {elements} elements, and no sample has one after {elements - left}"
+    raise MixtureError(problem, "let schedule_by= name another field, or count steps or samples")
+
+
+_NONE = Fraction(0)
+
+
+def _in_phases(phases: WeightsFrom, means: Sequence[Fraction], last: Any) -> Iterator[tuple[int, Any, Fraction]]:
+    """Yield (begin, end, mean number of elements in a sample) of each phase; the last one ends at `last`."""
+    ends = [*(begin for begin, _ in phases[1:]), last]
+    for (begin, weights), end in zip(phases, ends, strict=True):
+        if last is not None and begin >= last:
+            return
+        total = sum((weight * mean for weight, mean in zip(weights, means, strict=True)), _NONE)
+        yield begin, end, total / sum(weights)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ DEFAULT_UNIT = 8
 _NEW_RUN = "load a state from streamloader's state_dict(), or start without a state"
 
 Batches = Literal["mixed", "homogeneous"]
-Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step, a whole number for each source)
+Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step or position, a whole number for each source)
 
 
 class SourceIdentity(NamedTuple):
@@ -101,9 +101,9 @@ class RunState:
     workers these three are 0. `inside`: whether this is the state of one of several workers, which does not know the
     progress of the others.
 
-    A mixture also has a `stop`, its weights from a step on, `weights_by_step`, and the samples of a turn, `unit` (None
-    for the default). Once the global batch is known, `settled` makes `phases` from these, in positions of the run,
-    which fix the order from then on. `anchor`: see `Mix`.
+    A mixture also has a `stop`, its weights from a step on, `weights_by_step`, or `by_samples` from a position on, and
+    the samples of a turn, `unit` (None for the default). Once the global batch is known, `settled` makes `phases` from
+    these, in positions of the run, which fix the order from then on. `anchor`: see `Mix`.
 
     `bucket`: what identifies the lengths by which samples are put in buckets, the steps of a window, and the positions
     of a step, 0 until it is settled; None without buckets.
@@ -120,6 +120,7 @@ class RunState:
     stop: Stop | None = None
     batches: Batches = "mixed"
     weights_by_step: Weights = ()
+    by_samples: bool = False
     unit: int | None = None
     phases: tuple[Phase, ...] = ()  # of a settled mixture
     anchor: tuple[int, int] = (0, 0)
@@ -235,7 +236,8 @@ class RunState:
         from streamloader.order.mixture import Phase, phases_from
 
         unit = self._unit(global_batch, workers)
-        phases = (Phase.of_all(step * global_batch, unit, weights) for step, weights in self.weights_by_step)
+        size = 1 if self.by_samples else global_batch
+        phases = (Phase.of_all(step * size, unit, weights) for step, weights in self.weights_by_step)
         return phases_from(tuple(phases), 0, unit)
 
     def _changed(self, later: tuple[Phase, ...], unit: int) -> RunState:
@@ -309,6 +311,8 @@ class RunState:
                 "anchor": list(self.anchor),
                 "wishes": [[step, list(weights)] for step, weights in self.weights_by_step],
             }
+            if self.by_samples:
+                values["by_samples"] = True
             names = ["stop", "batches", *names]
         else:
             values = self.sources[0].to_dict()
@@ -374,7 +378,11 @@ class RunState:
         if resumed.position > resumed.num_samples:
             problem = f"the state has position {resumed.position}, but its epoch has {resumed.num_samples} samples"
             raise StateError(problem, "load a state that was saved with this dataset")
-        if not self.stop or _read_weights(state, numbers, len(self.sources)) == self.weights_by_step:
+        if not self.stop:
+            return resumed
+        by_samples = read_value({"by_samples": False, **state}, "by_samples", bool)
+        saved = _read_weights(state, numbers, len(self.sources)), by_samples
+        if saved == (self.weights_by_step, self.by_samples):
             return resumed
         return resumed._changed(self._new_phases(global_batch), self._unit(global_batch))
 

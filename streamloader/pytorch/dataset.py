@@ -23,6 +23,9 @@ ELSEWHERE = {
 }
 
 
+_SOURCES = "Mixture(..., {}=), whose sources may be parts of one dataset: Source(url, where=), Source(url, weights=)"
+
+
 class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
     """A loader of tensors, for torch's `DataLoader` and `torch.distributed`."""
 
@@ -34,8 +37,11 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
-        for name in given.keys() & ELSEWHERE.keys():
-            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {ELSEWHERE[name]}")
+        elsewhere = ELSEWHERE
+        if not issubclass(cls, NumpyMixture):
+            elsewhere = ELSEWHERE | {name: _SOURCES.format(name) for name in ("schedule", "schedule_by")}
+        for name in given.keys() & elsewhere.keys():
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {elsewhere[name]}")
         return super().__new__(cls)
 
     def __len__(self) -> int:
@@ -119,7 +125,8 @@ class Mixture(NumpyMixture, TorchLoader):
     than two turns; `unit` is 8, or the largest divisor of 8 that divides the global batch.
     `weigh="tokens"`: the weights count the elements of this variable-length field, and not samples; see `shares`.
     `batches="homogeneous"`: each global batch comes from one source. `schedule`: other weights from a step on,
-    `{10_000: {a: 0.5, b: 0.5}}`; a source that is not listed has the weight 0.
+    `{10_000: {a: 0.5, b: 0.5}}`; a source that is not listed has the weight 0. `schedule_by`: what its keys count:
+    "steps", "samples" of all ranks, or the elements of a field of variable length, as "tokens", by mean lengths.
 
     Each source has its own epochs, each with its own order. An epoch of the mixture ends when the first source
     (`stop="first"`) or the last one (`stop="last"`) completes an epoch; the others continue where they are. The last
