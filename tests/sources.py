@@ -90,6 +90,7 @@ CASES = {
     COCO.format("person_keypoints"): Case("coco", file="expected-person_keypoints.json", again=True),
     COCO.format("captions"): Case("coco", file="expected-captions.json", again=True),
     "audiofolder/input": Case("audiofolder"),
+    "videofolder/input": Case("videofolder"),
 }
 READABLE = [src for src, case in CASES.items() if not case.needs or find_spec(case.needs)]
 

@@ -100,8 +100,9 @@ def test_a_conversion_has_the_same_samples(src, tmp_path):
         report = sl.convert(f"{FORMATS}/{src}", tmp_path / f"{workers}", fields=CASES[src].fields, workers=workers)
         assert report.format == CASES[src].format
         dataset = sl.open(tmp_path / f"{workers}")
-        assert kinds_of(dataset) == message["fields"]
-        assert written_as([dataset[i] for i in range(len(dataset))], message["samples"]) == message["samples"]
+        assert kinds_of(dataset) == message["fields"] | message.get("beside", {})
+        samples = [{name: dataset[i][name] for name in message["fields"]} for i in range(len(dataset))]
+        assert written_as(samples, message["samples"]) == message["samples"]
         if "classes" in message:
             assert dataset.manifest.provenance["classes"] == {"label": message["classes"]}
 
@@ -389,7 +390,7 @@ def test_an_npy_with_a_damaged_header_is_an_error(case, kind, tmp_path):
 
 
 def test_an_unknown_format_is_an_error(tmp_path):
-    with pytest.raises(StreamloaderError, match="choose one of imagefolder, audiofolder, webdataset"):
+    with pytest.raises(StreamloaderError, match="choose one of imagefolder, audiofolder, videofolder, webdataset"):
         opened(tmp_path, name="nothing")
 
 

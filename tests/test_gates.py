@@ -69,6 +69,7 @@ ONLY_IN = {
     "zarr": {"storage", "conversion"},
     "h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
     "pyarrow": {"conversion", "maintenance", "storage"},  # pages of references are Parquet
+    "av": {"format"},
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 

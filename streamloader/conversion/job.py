@@ -26,7 +26,7 @@ from streamloader.conversion.sources.files import list_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import open_object, pack, qualified_name
-from streamloader.conversion.transforms import Mapper, Recode, map_source, recode_source
+from streamloader.conversion.transforms import Mapper, Recode, index_source, map_source, recode_source
 from streamloader.format import publish
 from streamloader.format.codecs import Column, column_size
 from streamloader.format.geometry import Geometry, Schema, settle
@@ -182,13 +182,16 @@ class TransformOptions(Option):
         return ",".join(f"{name}={share}" for name, share in self.splits.items())
 
     def apply(self, source: RowSource) -> RowSource:
-        """Return the source with images re-encoded, mapped, and with the selected fields. A map reads some rows."""
+        """Return the source with images re-encoded, mapped, with the selected fields, and with videos indexed.
+
+        A map reads some rows.
+        """
         if self.recode is not None:
             source = recode_source(source, self.recode)
         if self.mapper is not None:
             selection = FieldSelection(self.selection.fields)  # the source has filled missing values
-            return choose(map_source(source, self.mapper, selection), selection)
-        return source
+            source = choose(map_source(source, self.mapper, selection), selection)
+        return index_source(source)
 
     def options(self) -> Mapping[str, Any]:
         """Return the options as JSON values; only equal options resume an interrupted conversion."""

@@ -1,4 +1,4 @@
-"""Transforms samples between the source and the dataset: the user's map function, and re-encoding of images."""
+"""Transforms samples between the source and the dataset: a map function, re-encoding of images, indexes of videos."""
 
 import hashlib
 import inspect
@@ -20,10 +20,11 @@ from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragme
 from streamloader.conversion.sources.fields import FieldSelection, FieldsOption, flatten, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
-from streamloader.errors import UsageError
+from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import AUDIO, from_bytes, sniff
+from streamloader.format.video import BESIDE, index_columns, unindexed, with_index
 from streamloader.options import is_whole, plain_integers
 
 Function = Callable[[dict[str, Any]], Any]
@@ -284,4 +285,29 @@ def _recode(recode: Recode, images: Sequence[str], columns: Columns, bad: Bad) -
                 remedy = "it is audio: leave resize= and quality= out" if audio else "repair or remove it"
                 bad.setdefault(position, BadSample(position, "", problem, remedy, data))
         columns[name] = recoded
+    return columns
+
+
+def index_source(source: RowSource) -> RowSource:
+    """Return the source with the index of each video beside it. Raises `FieldError` for fields of other types there."""
+    names = unindexed(source.fields)
+    if not names:
+        return source
+    return transform_source(source, partial(_index, names), fields=with_index(source.fields))
+
+
+def _index(names: Sequence[str], columns: Columns, bad: Bad) -> Columns:
+    """Return the columns with those that are stored beside videos; a video that cannot be read is bad."""
+    for name in names:
+        rows: list[dict[str, Column]] = []
+        for position, data in enumerate(columns[name]):
+            try:
+                rows.append(index_columns(name, [data], [position]))
+            except FieldError as error:
+                bad.setdefault(position, BadSample(position, "", error.problem, error.remedy, data))
+                empty = {suffix: [b""] if kind.kind == "bytes" else np.zeros(1) for suffix, kind in BESIDE.items()}
+                rows.append({f"{name}_{suffix}": value for suffix, value in empty.items()})
+        for suffix, kind in BESIDE.items():
+            values = [row[f"{name}_{suffix}"][0] for row in rows]
+            columns[f"{name}_{suffix}"] = values if kind.kind == "bytes" else np.array(values, kind.dtype)
     return columns

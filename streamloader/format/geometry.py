@@ -114,12 +114,15 @@ def choose_layouts(
         shard = next_power(options.samples_per_shard)
     if num_samples is not None:
         shard = min(shard, next_power(num_samples))
+    if any(field.is_video for field in fields.values()):
+        shard = min(shard, CHUNKS_PER_SHARD)
     mean = max(sum(bulk.values()), sum(minimum[name] for name in bulk)) if bulk else sum(sizes[name] for name in small)
     block = _block(mean, num_samples, shard, options)
     layouts = {}
     for name in sorted(fields):
         unit = fixed.get(name) or max(sizes[name], minimum[name], 1.0)
         chunk = min(max(nearest_power(options.chunk_size / unit), shard // CHUNKS_PER_SHARD), block)
+        chunk = 1 if fields[name].is_video else chunk  # a part of it is read without the others
         layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
 

@@ -68,13 +68,13 @@ class Field:
 
     @classmethod
     def parse(cls, spec: str | Field) -> Field:
-        """Return the field of a specification: `int64`, `float32[64]`, `bytes:jpeg`, `text`, `ragged:int32[2]` etc.
+        """Return the field of a specification: `int64`, `float32[64]`, `bytes:jpeg`, `video`, `ragged:int32[2]` etc.
 
         Raises `FieldError` for an invalid specification.
         """
         if isinstance(spec, Field):
             return spec
-        match = _SPEC.match(spec)
+        match = _SPEC.match("bytes:video" if spec == "video" else spec)
         if match is None:
             examples = "int64, float32[3,224,224], bytes:jpeg, text or ragged:int32"
             raise FieldError(f"{spec!r} is not a field type", f"write it like {examples}")
@@ -101,6 +101,11 @@ class Field:
     def fixed(self) -> bool:
         """Whether every sample has the same number of bytes."""
         return self.kind == "tensor"
+
+    @property
+    def is_video(self) -> bool:
+        """Whether samples are videos, which are indexed when they are written: see `format/video.py`."""
+        return self.kind == "bytes" and self.encoding == "video"
 
     @property
     def item_bytes(self) -> int:

@@ -19,6 +19,7 @@ from streamloader.format.geometry import Geometry, Schema
 from streamloader.format.manifest import Field, Manifest, check_name
 from streamloader.format.publish import Receipt, begin, erase, finish, job_document, write_shard
 from streamloader.format.values import check_names, row_bytes, to_columns, to_value
+from streamloader.format.video import index_columns, unindexed, with_index
 from streamloader.options import MIB, Layout, whole
 from streamloader.storage import Store, open_store
 from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread, result_of, wait_for
@@ -146,7 +147,8 @@ class Writer:
             json.dumps(dict(provenance or {}), allow_nan=False)  # fail now, not after everything is written
         except (TypeError, ValueError) as error:
             raise UsageError(f"provenance is not JSON ({error})", "give text, finite numbers, lists, dicts") from error
-        self._fields = {name: Field.parse(spec) for name, spec in fields.items()}
+        self._given = {name: Field.parse(spec) for name, spec in fields.items()}
+        self._fields, self._videos = with_index(self._given), unindexed(self._given)
         self._layout = layout or Layout()
         self._declared = num_samples
         self._provenance = dict(provenance or {})
@@ -162,7 +164,7 @@ class Writer:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The fields, by name."""
+        """The fields, by name, with those that are made for videos."""
         return dict(self._fields)
 
     def __len__(self) -> int:
@@ -171,8 +173,8 @@ class Writer:
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add one sample, with a value for each field. An invalid sample raises `FieldError` and is not added."""
-        check_names(self._fields, sample, f"sample {self._count}")
-        values = {name: to_value(name, field, sample[name], self._count) for name, field in self._fields.items()}
+        check_names(self._given, sample, f"sample {self._count}")
+        values = {name: to_value(name, field, sample[name], self._count) for name, field in self._given.items()}
         self._add({n: v[None] if isinstance(v, np.ndarray) else [v] for n, v in values.items()}, 1)
 
     def write_batch(self, columns: Mapping[str, Any]) -> None:
@@ -180,7 +182,7 @@ class Writer:
 
         An invalid batch raises `FieldError`, and none of its samples is added.
         """
-        count, checked = to_columns(self._fields, columns, self._count)
+        count, checked = to_columns(self._given, columns, self._count)
         self._add(checked, count)
 
     def close(self) -> Manifest:
@@ -237,6 +239,8 @@ class Writer:
         """Add checked samples: the first ones determine the geometry, and full shards are submitted."""
         self._check_open(count)
         start = 0
+        for name in self._videos:
+            columns = {**columns, **index_columns(name, columns[name], range(self._count, self._count + count))}
         if self._geometry is None:
             sums = self._probed + np.cumsum(row_bytes(self._fields, columns))
             start = min(int(np.searchsorted(sums, PROBE_BYTES)) + 1, count)

@@ -31,6 +31,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
 from streamloader.format.opening import Opened, open_root, read_object
+from streamloader.format.video import without_index
 from streamloader.maintenance.erase import BEGUN
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
@@ -104,8 +105,8 @@ def append(
     opened = open_root(root, split)
     run_options.listener(job.Progress("scan", detail=f"reading {redact(os.fspath(src))}"))
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
-    fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
-    types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
+    fields = without_index({name: layout.field for name, layout in opened.manifest.fields.items()})
+    types = {name: field if field.kind != "bytes" or field.is_video else None for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, cache_key=cache_key)
     transforms = job.TransformOptions(selection, recode, mapper, shuffle=shuffle)

@@ -1,7 +1,7 @@
-"""Folders of images or audio clips, each of which is a sample: `root/[split/]<class>/**/x.jpg`, or one flat folder.
+"""Folders of images, audio clips or videos, each of which is a sample: `root/[split/]<class>/**/x.jpg`, or one folder.
 
-See formats/imagefolder/MAPPING.md and formats/audiofolder/MAPPING.md. Files stay encoded; a cheap test finds files that
-cannot be decoded.
+See formats/imagefolder/MAPPING.md, formats/audiofolder/MAPPING.md and formats/videofolder/MAPPING.md. Files stay
+encoded; a cheap test finds files that cannot be decoded.
 """
 
 import io
@@ -91,6 +91,15 @@ def audio_problem(data: bytes) -> str:
         return str(error)
 
 
+VIDEO_ENCODINGS = dict.fromkeys(("mp4", "m4v", "mov", "webm", "mkv"), "video")
+
+
+def video_problem(data: bytes) -> str:
+    """Return the reason why a file is no video, "" if there is none: its index, made later, needs all of it."""
+    known = data[4:8] == b"ftyp" or data[:4] == b"\x1a\x45\xdf\xa3"  # MP4; Matroska and WebM
+    return "" if known else f"its {len(data)} bytes have no known video header"
+
+
 MAX_TEXT = 1 << 20  # bytes of a transcript
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})
 
@@ -146,6 +155,7 @@ class Medium:
 
 IMAGES = Medium("image", "image", IMAGE_ENCODINGS, image_problem)
 AUDIO = Medium("audio", "clip", AUDIO_ENCODINGS, audio_problem)
+VIDEOS = Medium("video", "video", VIDEO_ENCODINGS, video_problem)
 TRANSCRIPTS = Medium("text", "transcript", {"txt": "text"}, text_problem, MAX_TEXT)
 Columns = dict[str, Column]
 Files = tuple[Medium, Sequence[ObjectInfo | None]]  # the file of each row, None for a bad sample
@@ -226,7 +236,7 @@ def _splits(url: str, medium: Medium, files: Sequence[ObjectInfo], top: Sequence
 
 
 def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowSource:
-    """Return the source; its rows are sorted by class and path. Clips in a flat folder have no classes.
+    """Return the source; its rows are sorted by class and path. Clips and videos in a flat folder have no classes.
 
     Fields are the medium's, `label` (`path` without classes), and `text` if a clip has a transcript: a .txt with its
     name beside it, which all clips then need. Raises `SourceError` for a class folder or a split without files, or if
@@ -240,7 +250,7 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowS
     columns: dict[str, Column] = {}
     notes: dict[str, Any] = {}
     files = list(medium.files(listing))
-    flat = medium is AUDIO and bool(files) and all("/" not in info.path for info in files)
+    flat = medium is not IMAGES and bool(files) and all("/" not in info.path for info in files)
     if flat:
         columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # may not be UTF-8
     else:
@@ -274,4 +284,5 @@ def _matches_images(listing: Listing) -> bool:
 FORMATS = (
     SourceFormat("imagefolder", _matches_images, partial(_source, medium=IMAGES)),
     SourceFormat("audiofolder", lambda src: src.folder and bool(AUDIO.files(src)), partial(_source, medium=AUDIO)),
+    SourceFormat("videofolder", lambda src: src.folder and bool(VIDEOS.files(src)), partial(_source, medium=VIDEOS)),
 )

@@ -1,0 +1,230 @@
+"""Videos: the index of a video's frames, which is stored beside it, and decoding of some frames from their bytes.
+
+A field `video` (bytes with the encoding "video") has the files as they are, one in each chunk, uncompressed. Beside it
+are `video_index`, `video_frames` and `video_seconds`. The index has the bytes of each frame in the file, so frames are
+decoded without reading the container: see section 17 of SPEC.md.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import FieldError, FormatError
+from streamloader.format.codecs import Column
+from streamloader.format.manifest import Field
+from streamloader.storage.optional import need
+
+Ints = NDArray[np.int64]
+
+BESIDE = {"index": Field("bytes"), "frames": Field("tensor", "int64"), "seconds": Field("tensor", "float64")}
+KEY, HIDDEN = 1, 2  # flags of a frame: decoding can begin there; it is decoded, but not shown
+CONTAINERS = ("mp4", "mov", "matroska", "webm")
+HEADER_BYTES = 64  # Matroska has up to so many before the bytes of a frame
+# the columns of the index, one value for each frame
+_COLUMNS = (("pts", "<i8"), ("starts", "<i8"), ("sizes", "<u4"), ("crcs", "<u4"), ("flags", "u1"))
+# FFmpeg's own decoder of AV1 needs a GPU
+_DECODERS = {"av1": "libdav1d"}
+_TRAITS = ("width", "height", "color_range", "colorspace", "color_primaries", "color_trc")
+
+
+def with_index(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields with those that are stored beside each field of videos.
+
+    Raises `FieldError` if there is another field of such a name.
+    """
+    found = dict(fields)
+    for name in (name for name, field in fields.items() if field.is_video):
+        for suffix, field in BESIDE.items():
+            if found.setdefault(f"{name}_{suffix}", field) != field:
+                problem = f"the field {name}_{suffix} is {found[f'{name}_{suffix}']}, and beside videos it is {field}"
+                raise FieldError(problem, "rename one of the two fields")
+    return found
+
+
+def without_index(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields without those that are stored beside fields of videos."""
+    beside = {f"{name}_{suffix}" for name, field in fields.items() if field.is_video for suffix in BESIDE}
+    return {name: field for name, field in fields.items() if name not in beside}
+
+
+def unindexed(fields: Mapping[str, Field]) -> list[str]:
+    """Return the names of the fields of videos without those that are stored beside them."""
+    beside = [(name, [f"{name}_{suffix}" for suffix in BESIDE]) for name, field in fields.items() if field.is_video]
+    return [name for name, names in beside if not fields.keys() >= set(names)]
+
+
+def index_columns(name: str, videos: Column, samples: Sequence[object]) -> dict[str, Column]:
+    """Return the columns to store beside a column of videos, the `samples` of some numbers. Raises as `index_video`."""
+    made = [index_video(name, data, sample) for data, sample in zip(videos, samples, strict=True)]
+    frames, seconds = (np.array([each[place] for each in made], kind) for place, kind in ((1, "int64"), (2, "float64")))
+    return {f"{name}_index": [each[0] for each in made], f"{name}_frames": frames, f"{name}_seconds": seconds}
+
+
+def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, float]:
+    """Return the index of a video, the number of its frames, and its duration in seconds.
+
+    Its first frame is decoded, and of others only the container is read. Raises `FieldError`, which names the field and
+    the sample, for data that are no video, and for a container that does not have the bytes of frames in one piece.
+    """
+    av = need("av", "'streamloader[video]'")
+    where = f"field {name!r} of sample {sample}"
+    remedy = "repair it, or remux it with ffmpeg -i IN -c copy OUT.mp4"
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            if not set(container.format.name.split(",")) & set(CONTAINERS):
+                kinds = ", ".join(CONTAINERS)
+                raise FieldError(f"{where} is a video in {container.format.name}, and not in {kinds}", remedy)
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise FieldError(f"{where} has no video stream", "leave it out")
+            packets = [packet for packet in container.demux(stream) if packet.size]
+            header, columns = _describe(stream, data), _columns(packets, data, where, remedy)
+            last = max(packets, key=lambda packet: packet.pts)
+    except (av.FFmpegError, ValueError) as error:
+        raise FieldError(f"{where} is no video that can be read: {error}", remedy) from error
+    times = np.sort(columns["pts"][columns["flags"] & HIDDEN == 0])
+    if not times.size or not columns["flags"][0] & KEY or np.any(times[1:] == times[:-1]):
+        raise FieldError(f"{where} has no frames, no first key frame, or two frames at one time", remedy)
+    unit, count = stream.time_base, int(times.size)
+    duration = last.duration or (int(times[-1] - times[0]) // max(1, count - 1))
+    seconds = (int(times[-1] - times[0]) + duration) * unit.numerator / unit.denominator
+    packed = b"".join(columns[key].astype(kind).tobytes() for key, kind in _COLUMNS)
+    index = (json.dumps({**header, "frames": len(packets)}) + "\n").encode() + packed
+    return index, count, seconds
+
+
+def _describe(stream: Any, data: bytes) -> dict[str, Any]:
+    """Return what decoding needs beside the bytes of frames, as JSON values."""
+    context = stream.codec_context
+    header = {
+        "codec": context.codec.canonical_name,
+        "extradata": (context.extradata or b"").hex(),
+        "time_base": [stream.time_base.numerator, stream.time_base.denominator],
+        "size": len(data),
+        **{name: int(getattr(context, name)) for name in _TRAITS},
+    }
+    with need("av").open(io.BytesIO(data)) as container:
+        rotation = int(next(frame.rotation for frame in container.decode(video=0)))
+    return {**header, "rotation": rotation % 360}
+
+
+def _columns(packets: Sequence[Any], data: bytes, where: str, remedy: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of the index."""
+    rows = []
+    for number, packet in enumerate(packets):
+        body = bytes(packet)
+        start = -1 if packet.pos is None else data.find(body, packet.pos, packet.pos + packet.size + HEADER_BYTES)
+        if start < 0 or packet.pts is None:
+            raise FieldError(f"{where} does not have frame {number} in one piece, or no time of it", remedy)
+        flags = KEY * packet.is_keyframe + HIDDEN * packet.is_discard
+        rows.append((packet.pts, start, packet.size, crc32c.crc32c(body), flags))
+    return {name: np.array([row[at] for row in rows], kind) for at, (name, kind) in enumerate(_COLUMNS)}
+
+
+@dataclass(frozen=True, eq=False)
+class VideoIndex:
+    """The index of a video. Its columns have a value for each stored frame, in the order of decoding.
+
+    `pts`: when it is shown, in units of `time_base`. `starts`, `sizes`: its bytes. `flags`: `KEY`, `HIDDEN`.
+    """
+
+    header: Mapping[str, Any]
+    pts: Ints
+    starts: Ints
+    sizes: Ints
+    crcs: Ints
+    flags: Ints
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> VideoIndex:
+        """Return the index that `index_video` wrote. Raises `FormatError`, which names it, for other bytes."""
+        try:
+            end = data.index(b"\n") + 1
+            header = json.loads(data[:end])
+            count, columns = int(header["frames"]), {}
+            for name, kind in _COLUMNS:
+                values = np.frombuffer(data, kind, count, end)
+                columns[name], end = values.astype(np.int64), end + values.nbytes
+            inside = columns["starts"] + columns["sizes"] <= int(header["size"])
+            if end != len(data) or not inside.all() or int(columns["starts"].min(initial=0)) < 0:
+                raise ValueError(f"{len(data)} bytes for {count} frames")
+            return cls(header, **columns)
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{where} is not an index of a video: {error}", "convert the dataset again") from error
+
+    @cached_property
+    def shown(self) -> Ints:
+        """The stored number of each frame that is shown, in the order of showing."""
+        visible = np.flatnonzero(self.flags & HIDDEN == 0)
+        return visible[np.argsort(self.pts[visible], kind="stable")]
+
+    @cached_property
+    def times(self) -> NDArray[np.float64]:
+        """The time of each frame that is shown, in seconds after the first one."""
+        pts = self.pts[self.shown]
+        numerator, denominator = self.header["time_base"]
+        return np.asarray((pts - pts[0]) * numerator / denominator, np.float64)
+
+    def groups(self, frames: Ints) -> dict[int, tuple[int, list[int]]]:
+        """Return what to decode for some shown frames: by each stored key frame the end of what follows it, and frames.
+
+        A frame needs the last key frame that is stored before it and not shown after it.
+        """
+        keys = np.flatnonzero(self.flags & KEY)
+        found: dict[int, tuple[int, list[int]]] = {}
+        for frame in dict.fromkeys(frames.tolist()):
+            stored = int(self.shown[frame])
+            before = keys[(keys <= stored) & (self.pts[keys] <= self.pts[stored])]
+            stop, group = found.get(first := int(before[-1]) if before.size else 0, (0, []))
+            found[first] = max(stop, stored + 1), [*group, frame]
+        return found
+
+
+def decode_frames(
+    header: Mapping[str, Any], packets: Iterator[tuple[int, memoryview]], wanted: Mapping[int, NDArray[np.uint8]]
+) -> None:
+    """Decode a group of frames, (time, bytes) in the order of storage from a key frame on.
+
+    Those at the times `wanted` are written as RGB to these arrays, (height, width, 3), to whose size they are resized.
+    Raises `ValueError` if one of these is missing, and errors of FFmpeg.
+    """
+    av = need("av", "'streamloader[video]'")
+    context = av.CodecContext.create(_DECODERS.get(header["codec"], header["codec"]), "r")
+    context.thread_count = 1  # clips are decoded in as many threads or processes as there are cores
+    if header["extradata"]:
+        context.extradata = bytes.fromhex(header["extradata"])
+    for name in _TRAITS:
+        setattr(context, name, header[name])
+    left = set(wanted)
+
+    def put(frames: Sequence[Any]) -> None:
+        for frame in frames:
+            if frame.pts in left:
+                left.remove(frame.pts)
+                turned = wanted[frame.pts] if not header["rotation"] else np.rot90(wanted[frame.pts], -turns)
+                height, width = turned.shape[:2]
+                turned[...] = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BILINEAR")
+
+    turns = header["rotation"] // 90
+    for time, data in packets:
+        packet = av.Packet(data)
+        packet.pts = time
+        put(context.decode(packet))
+    put(context.decode(None))
+    if left:
+        raise ValueError(f"{len(left)} of {len(wanted)} frames are not decoded")
+
+
+def frame_size(header: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the (height, width) of a video's frames as they are shown."""
+    size = int(header["height"]), int(header["width"])
+    return size[::-1] if header["rotation"] % 180 else size

@@ -1,0 +1,172 @@
+"""Videos: their index, what is written and converted, and frames that are decoded without their file."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import av
+import crc32c
+import numpy as np
+import pytest
+import videos
+
+import streamloader as sl
+from streamloader.errors import FieldError, FormatError, SourceError, UsageError
+from streamloader.format.video import VideoIndex, decode_frames, frame_size, index_video
+
+BESIDE = {"video_index": "bytes", "video_frames": "int64", "video_seconds": "float64"}
+
+
+def indexed(video: bytes) -> VideoIndex:
+    return VideoIndex.parse(index_video("video", video, 0)[0], "the index")
+
+
+def frames_of(index: VideoIndex, video: bytes, numbers: list[int]) -> np.ndarray:
+    """Frames of a video, decoded from their groups of pictures only."""
+    out = np.zeros((len(numbers), *frame_size(index.header), 3), np.uint8)
+    by_frame = dict(zip(numbers, out, strict=True))
+    for first, (stop, frames) in index.groups(np.array(numbers)).items():
+        packets = [
+            (int(index.pts[i]), memoryview(video)[index.starts[i] : index.starts[i] + index.sizes[i]])
+            for i in range(first, stop)
+        ]
+        decode_frames(index.header, iter(packets), {int(index.pts[index.shown[f]]): by_frame[f] for f in frames})
+    return out
+
+
+@pytest.mark.parametrize("kind", videos.KINDS)
+def test_frames_of_some_groups_are_those_of_the_whole_file(kind):
+    video = videos.encode(kind)
+    every, times = videos.decode(video)
+    index = indexed(video)
+    assert len(index.shown) == len(every) == 60
+    np.testing.assert_allclose(index.times, times, atol=2e-3)
+    for numbers in ([0, 2, 4, 6], [11], [12], [10, 11, 12, 13], [5, 40], [59], list(range(60))):
+        assert np.array_equal(frames_of(index, video, numbers), every[numbers]), numbers
+
+
+def test_only_the_frames_from_the_last_key_frame_on_are_needed():
+    index = indexed(videos.encode("h264"))
+    assert [*index.groups(np.arange(24, 30))] == [24]
+    assert [*index.groups(np.array([3, 50]))] == [0, 48]
+    assert index.groups(np.array([28]))[24][0] <= 32  # frames after it that it does not need are left out
+
+
+def test_the_index_has_the_bytes_of_each_frame_with_their_checksum():
+    video = videos.encode("vp9")
+    blob, frames, seconds = index_video("video", video, 0)
+    index = VideoIndex.parse(blob, "the index")
+    assert (frames, index.header["codec"], index.header["size"]) == (60, "vp9", len(video))
+    assert seconds == pytest.approx(2, abs=0.01)
+    for start, size, crc in zip(index.starts.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True):
+        assert crc32c.crc32c(video[start : start + size]) == crc
+    assert index_video("video", video, 0)[0] == blob
+
+
+@pytest.mark.parametrize("turn", [90, 180, 270])
+def test_a_video_that_is_stored_turned_is_decoded_upright(turn):
+    video = videos.encode("h264", 5, turn=turn)
+    index = indexed(video)
+    upright = [np.rot90(frame, index.header["rotation"] // 90) for frame in videos.decode(video)[0]]
+    assert index.header["rotation"] % 360 in (turn, 360 - turn)
+    assert frame_size(index.header) == upright[0].shape[:2]
+    assert np.array_equal(frames_of(index, video, [1, 4]), [upright[1], upright[4]])
+
+
+@pytest.mark.parametrize("cut", [0, 10, 350, -1])
+def test_a_damaged_index_is_an_error(cut):
+    blob = index_video("video", videos.encode(frames=5), 0)[0]
+    with pytest.raises(FormatError, match="the index of sample 3 is not an index"):
+        VideoIndex.parse(blob[:cut] if cut else b"", "the index of sample 3")
+
+
+def test_values_that_are_no_video_are_errors_that_name_the_sample(tmp_path):
+    sound = io.BytesIO()
+    with av.open(sound, "w", format="mp4") as file:
+        stream: Any = file.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 8000
+        file.mux([*stream.encode(frame), *stream.encode(None)])
+    transport = io.BytesIO()
+    with av.open(transport, "w", format="mpegts") as file, av.open(io.BytesIO(videos.encode(frames=3))) as source:
+        copied = file.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = copied
+                file.mux(packet)
+    cases = {b"no video": "cannot|can be read", sound.getvalue(): "no video stream", transport.getvalue(): "mpegts"}
+    cases[videos.encode()[:2000]] = "can be read"
+    with sl.Writer(tmp_path / "d", {"video": "video"}) as out:
+        for data, message in cases.items():
+            with pytest.raises(FieldError, match=f"'video' of sample 0 .*({message})"):
+                out.write({"video": data})
+        assert len(out) == 0
+
+
+def test_a_written_video_is_kept_as_it_is_with_its_index_beside_it(tmp_path):
+    made = [videos.encode(frames=frames, seed=frames) for frames in (5, 12, 30)]
+    with sl.Writer(tmp_path / "d", {"video": "video", "label": "int64"}, layout=sl.Layout(codec="zstd")) as out:
+        out.write({"video": made[0], "label": 0})
+        out.write_batch({"video": made[1:], "label": [1, 2]})
+    dataset = sl.open(tmp_path / "d")
+    assert {name: str(field) for name, field in dataset.fields.items()} == {
+        **BESIDE,
+        "label": "int64",
+        "video": "bytes:video",
+    }
+    layout = dataset.manifest.fields["video"]
+    assert (layout.chunk, layout.codec) == (1, "none")
+    for number, video in enumerate(made):
+        sample = dataset[number]
+        assert sample["video"] == video
+        assert (sample["video_index"], sample["video_frames"], sample["video_seconds"]) == index_video("v", video, 0)
+    assert next(iter(sl.NumpyDataset(tmp_path / "d", batch_size=3, shuffle=False)))["video"] == made
+
+
+def test_another_field_with_the_name_of_an_index_is_an_error(tmp_path):
+    with pytest.raises(FieldError, match="video_frames is text"):
+        sl.Writer(tmp_path / "d", {"video": "video", "video_frames": "text"})
+
+
+def write_folder(folder: Path, frames: dict[str, int]) -> None:
+    for name, count in frames.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(videos.encode(frames=count, seed=count))
+
+
+def test_a_folder_of_videos_is_converted_and_appended_to(tmp_path):
+    write_folder(tmp_path / "a", {"left/x.mp4": 4, "right/y.MP4": 5})
+    write_folder(tmp_path / "b", {"right/z.mp4": 6, "up/w.mp4": 7})
+    report = sl.convert(tmp_path / "a", tmp_path / "d", workers=0)
+    assert report.format == "videofolder"
+    sl.append(tmp_path / "d", tmp_path / "b", workers=0)
+    dataset = sl.open(tmp_path / "d")
+    assert [dataset[i]["video_frames"] for i in range(4)] == [4, 5, 6, 7]
+    assert [dataset[i]["label"] for i in range(4)] == [0, 1, 1, 2]
+    assert dataset[3]["video"] == (tmp_path / "b/up/w.mp4").read_bytes()
+    assert sl.verify(tmp_path / "d").ok
+
+
+def test_videos_in_one_folder_have_their_paths(tmp_path):
+    write_folder(tmp_path / "a", {"x.mp4": 4, "y.mp4": 5})
+    sl.convert(tmp_path / "a", tmp_path / "d", workers=0)
+    assert [sl.open(tmp_path / "d")[i]["path"] for i in range(2)] == ["x.mp4", "y.mp4"]
+
+
+def test_a_video_that_cannot_be_read_is_a_bad_sample(tmp_path):
+    write_folder(tmp_path / "a", {"x.mp4": 4, "y.mp4": 5, "z.mp4": 6})
+    (tmp_path / "a/y.mp4").write_bytes((tmp_path / "a/y.mp4").read_bytes()[:300])
+    with pytest.raises(SourceError, match=r"'video' of sample \d is no video that can be read"):
+        sl.convert(tmp_path / "a", tmp_path / "d", workers=0)
+    report = sl.convert(tmp_path / "a", tmp_path / "d", workers=0, on_error="skip")
+    assert (report.manifests[""].num_samples, report.num_left_out) == (2, 1)
+
+
+def test_without_pyav_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with (
+        sl.Writer(tmp_path / "d", {"video": "video"}) as out,
+        pytest.raises(UsageError, match=r"streamloader\[video\]"),
+    ):
+        out.write({"video": b"x"})
