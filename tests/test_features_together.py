@@ -1,0 +1,179 @@
+"""Laws that hold for any features of a run together: which samples, weights, buckets, bad samples, collation, ranks."""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import streamloader as sl
+from streamloader.loader.dataset import NumpyMixture
+
+N, GLOBAL = 157, 12
+BAD = (7, 8, 60, 151)
+LENGTHS = np.random.default_rng(1).integers(0, 30, N)
+LABELS = np.random.default_rng(2).integers(0, 4, N)
+DELETED = (0, 30, 31, 32, 99, N - 1)
+LAYOUT = sl.Layout(chunk_size=1 << 11, block_size=1 << 12, samples_per_shard=64)
+Rows = Counter[tuple[Any, ...]]
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.filterwarnings("ignore:.*consumers")]
+
+
+def encoded(i: int) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), i, np.uint8)).save(data, "PNG")
+    return data.getvalue()[: 20 if i in BAD else None]
+
+
+def write(path: Path) -> str:
+    fields = {"label": "int64", "tok": "ragged:int32", "image": "bytes:png"}
+    with sl.Writer(path, fields, layout=LAYOUT, num_samples=N) as out:
+        for i in range(N):
+            out.write({"label": LABELS[i], "tok": np.full(LENGTHS[i], i, np.int32), "image": encoded(i)})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A dataset, and one with another order of fields of which a version has deleted samples."""
+    whole, living = (write(tmp_path_factory.mktemp("together") / "d") for _ in range(2))
+    sl.delete(living, ids=np.array(DELETED))
+    return whole, living
+
+
+def transformed(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == 3 and len(sample["tok"]) == 5:
+        raise ValueError("a transform that fails")
+    return {**sample, "double": sample["tok"][:1].sum() * 2}
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> dict[str, Any]:
+    """Which samples of a dataset a run has, and how often."""
+    return {
+        "exclude": draw(st.lists(st.integers(0, N - len(DELETED) - 1), max_size=9, unique=True)) or None,
+        "where": draw(st.sampled_from([None, "label != 2"])),
+        "weights": draw(st.sampled_from([None, None, "balanced:label", {"label": {0: 1, 1: 2.5}}, "label"])),
+        "replacement": draw(st.booleans()),
+    }
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The selections of one or two sources, and the options of a run."""
+    sources = draw(st.lists(selections(), min_size=1, max_size=2))
+    on_error = draw(st.sampled_from(["mask", "replace"]))
+    options: dict[str, Any] = {
+        "seed": draw(st.integers(0, 3)),
+        "remainder": draw(st.sampled_from(["pad", "drop"])),
+        "collate": draw(st.sampled_from([None, "pad", "list", {"tok": sl.Pad(-1, side="left")}])),
+        "skip_steps": {0: draw(st.lists(st.integers(0, 1), max_size=2, unique=True))},
+        "num_workers": draw(st.sampled_from([0, 0, 0, 2])),
+        "on_error": on_error,
+        "shuffle": sl.Shuffle(lanes=draw(st.sampled_from([4, 12]))),
+        "max_bad": 10**6,
+        "decode": sl.Decode(size=(8, 8)),
+    }
+    if draw(st.booleans()):
+        options["transform"] = transformed
+    if len(sources) == 1 and draw(st.booleans()):
+        options |= {"bucket_by": "tok", "bucket_steps": draw(st.integers(2, 5))}
+    return sources, options
+
+
+def opened(urls: tuple[str, str], run: tuple[list[dict[str, Any]], dict[str, Any]], world: tuple[int, int]) -> Any:
+    sources, options = run
+    options = {**options, "world": world, "batch_size": GLOBAL // world[1], "with_index": True}
+    if len(sources) == 1:
+        return sl.NumpyDataset(urls[1], **sources[0], **options)
+    pair = [sl.Source(url, **source) for url, source in zip(urls, sources, strict=True)]
+    return NumpyMixture({pair[0]: 2, pair[1]: 1}, unit=4, **options)
+
+
+def rows_of(batch: Mapping[str, Any]) -> Rows:
+    """The rows of a batch, but for those that were replaced, which depends on the batch of the rank."""
+    flags = batch.get("replaced", np.zeros(len(batch["index"]), bool))
+    offsets, lengths, rows = batch.get("tok_offsets"), batch.get("tok_lengths"), []
+    for i, number in enumerate(batch["index"].tolist()):
+        tok = batch["tok"]
+        if offsets is not None:
+            values = tok[offsets[i] : offsets[i + 1]]
+        else:
+            values = tok[i] if lengths is None else np.sort(tok[i])[tok.shape[1] - lengths[i] :]
+        image = np.asarray(batch["image"][i])
+        state = bool(batch["valid"][i]), bool(batch.get("error", flags)[i])
+        if not flags[i]:
+            source = int(batch["source"][i]) if "source" in batch else 0
+            pixels = (image.shape, int(image.max(initial=0)))
+            content = (values.tolist(), int(batch["label"][i]))
+            if state[1]:  # the size of zeros in a list is that of another row of the batch
+                content = (np.any(values), int(batch["label"][i]))
+            rows.append((source, number, *state, pixels, *content))
+    return Counter(map(repr, rows))
+
+
+def steps_of(ranks: list[Any], count: int | None = None) -> list[Rows]:
+    """The rows of each global step, of some steps or of all that are left: as many on each rank."""
+    by_rank = [[rows_of(batch) for batch in islice(rank, count)] for rank in ranks]
+    assert len({len(steps) for steps in by_rank}) == 1
+    return [sum(step, Counter()) for step in zip(*by_rank, strict=True)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs(), st.integers(0, 9), st.sampled_from([(1, 3), (2, 1), (3, 2), (2, 4)]))
+def test_runs_have_the_same_steps_at_any_world_size_and_go_on_at_another(urls, run, done, sizes):
+    before, after = ([opened(urls, run, (rank, size)) for rank in range(size)] for size in sizes)
+    passes = [iter(rank) for rank in before]
+    begun = steps_of(passes, done % max(1, len(before[0])))
+    state = json.loads(json.dumps(before[-1].state_dict()))
+    for rank in after:
+        rank.load_state_dict(state)
+    whole, rest = begun + steps_of(passes), steps_of(after)
+    if run[1]["on_error"] == "mask":
+        assert rest == whole[len(begun) :]
+    one = steps_of([opened(urls, run, (0, 1))])
+    assert len(one) == len(whole) == len(begun) + len(rest)
+    if run[1]["on_error"] == "mask":
+        assert begun + rest == one
+
+
+def shown(batches: Iterator[Mapping[str, Any]]) -> list[str]:
+    """Every value of each batch, in order."""
+    with np.printoptions(threshold=10**9):
+        return [repr({name: batch[name] for name in sorted(batch)}) for batch in batches]
+
+
+@settings(max_examples=15, deadline=None)
+@given(runs(), st.integers(0, 9), st.sampled_from([(0, 1), (1, 2), (2, 3)]))
+def test_a_rank_goes_on_exactly_and_knows_its_samples_without_reading(urls, run, done, world):
+    whole, again = (opened(urls, run, world) for _ in range(2))
+    batches = list(whole)
+    resumed = opened(urls, run, world)
+    done %= max(1, len(batches))
+    passing = iter(again)
+    first = list(islice(passing, done))
+    state = again.state_dict()
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert shown(first + rest) == shown(batches)
+    if 0 < done < len(batches) - 1:
+        next(passing)
+        assert len(json.dumps(again.state_dict())) - len(json.dumps(state)) <= 2  # a digit of the position, or two
+    skipped = run[1]["skip_steps"][0]
+    steps = [step for step in range(len(batches) + len(skipped)) if step not in skipped][: len(batches)]
+    for step, batch in zip(steps, batches, strict=True):
+        samples = whole.samples(0, step, world[0])
+        kept = ~batch.get("replaced", np.zeros(len(batch["index"]), bool))
+        expected = samples if isinstance(samples, np.ndarray) else samples["index"]
+        assert batch["index"][kept].tolist() == expected[kept].tolist()
+    if steps:
+        (last,) = whole.replay(0, steps[-1:])
+        assert shown([last]) == shown(batches[-1:])
