@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import collate_tasks
@@ -16,8 +17,13 @@ from PIL import Image
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.engine import engine
 from streamloader.engine.collate import pad_arrays
+from streamloader.engine.gather import Copy, copy_all, part_of
+from streamloader.format.opening import open_root
+from streamloader.format.reader import FieldReader
 from streamloader.options import Pad
+from streamloader.storage import open_store
 
 N = 90
 FIELDS = {"tokens": "ragged:int32", "boxes": "ragged:float32[4]", "image": "bytes:jpeg", "label": "int64"}
@@ -197,6 +203,81 @@ def test_errors_of_a_function_name_the_batch(path):
         batches(path, fields=["label"], collate=lambda rows: 1 / 0)
     with pytest.raises(errors.TransformError, match="collate returned list for sample"):
         batches(path, fields=["label"], collate=lambda rows: rows)
+
+
+RULES: list[Any] = [
+    {"tokens": Pad(-1, "left", mask=True), "boxes": Pad(7, to=(1, 2, 4))},
+    {"tokens": Pad(3, to=(10, 20), truncate=True, mask=True), "boxes": "nested"},
+    {"tokens": "list", "boxes": "pad"},
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if one.layout == torch.jagged:
+        return same(one.unbind(), other.unbind())
+    return bool(one.dtype == other.dtype and torch.equal(one, other))
+
+
+@pytest.mark.parametrize("bad", [None, "mask", "replace"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rules", RULES)
+def test_steps_that_are_gathered_together_have_the_columns_of_each_by_itself(
+    rules, workers, bad, path, tmp_path, monkeypatch
+):
+    options: dict[str, Any] = {"fields": ["tokens", "boxes", "label"], "collate": rules}
+    if bad is not None:
+        path = Path(copytree(path, tmp_path / "d"))
+        (chunk,) = FieldReader(*reversed(open_root(open_store(path))[:2]), "tokens").runs(40, 41)
+        data = bytearray((path / chunk.path).read_bytes())
+        data[chunk.start + 5] ^= 0xFF
+        (path / chunk.path).write_bytes(data)
+        options |= {"on_error": bad, "max_bad": N}
+    found = []
+    for most in (1, 7):
+        for name, number in (("LEAST_GROUPS", 1), ("MAX_STEPS_AT_ONCE", most), ("MAX_SHARED_STEPS", most)):
+            monkeypatch.setattr(engine, name, number)
+        dataset = sl.StreamingDataset(path, batch_size=4, with_index=True, seed=4, num_workers=workers, **options)
+        assert dataset._engine().steps_at_once(dataset._first_share()) == most
+        found.append(list(dataset))
+        dataset.close()
+    for one, other in zip(*found, strict=True):
+        assert [*one] == [*other]
+        assert all(same(one[name], other[name]) for name in one)
+
+
+def test_only_the_step_of_a_sample_beyond_the_last_edge_is_an_error(path, monkeypatch):
+    monkeypatch.setattr(engine, "LEAST_GROUPS", 1)
+    options: dict[str, Any] = {"fields": ["tokens"], "collate": Pad(to=(8, 38)), "with_index": True, "num_workers": 0}
+    dataset = sl.StreamingDataset(path, batch_size=2, seed=1, **options)
+    seen = [-1, -1]
+    with pytest.raises(errors.DecodeError, match=r"has length 39, and to=\(8, 38\) ends before"):
+        for batch in dataset:
+            seen += batch["index"].tolist()
+    step = len(seen) // 2 - 1
+    assert max(len(value("tokens", i)) for i in dataset.samples(0, step).tolist()) == 39
+    assert seen[2:] == [i for before in range(step) for i in dataset.samples(0, before).tolist()]
+    assert step > 2
+
+
+@given(st.data())
+def test_padding_is_all_that_rows_leave_of_their_bytes_in_any_number_of_parts(data):
+    lengths = np.array(data.draw(st.lists(st.integers(0, 6), max_size=9)), np.int64)
+    widths = lengths + np.array([data.draw(st.integers(0, 4)) for _ in lengths], np.int64)
+    ends = np.cumsum(widths)
+    at = ends - (widths if data.draw(st.booleans()) else lengths)
+    source, out = np.arange(1, 8, dtype=np.int16), np.full(int(widths.sum()) + 2, -1, np.int16)
+    padded = 2, 2 * len(out) - 2
+    copy = Copy(out, source, np.zeros_like(at), 2 + 2 * at, 2 * lengths, padded=padded, value=9)
+    parts = data.draw(st.integers(1, 4))
+    for number in range(parts):
+        copy_all(part_of([copy], number, parts))
+    expected = np.full_like(out, 9)
+    expected[[0, -1]] = -1
+    for begin, length in zip(at, lengths, strict=True):
+        expected[1 + begin : 1 + begin + length] = source[:length]
+    assert out.tolist() == expected.tolist()
 
 
 def test_a_sample_beyond_the_last_edge_is_an_error_that_names_it(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -143,6 +144,22 @@ def padded_sizes(name: str, pad: Pad, sizes: Ints, numbers: Sequence[int]) -> li
             problem = f"{name!r} of sample {numbers[row]} has length {longest[axis]}, and to={pad.to} ends before that"
             raise DecodeError(problem, "add a longer edge, or give Pad(truncate=True)")
     return [size for size in found if size is not None]
+
+
+def padded_widths(pad: Pad, lengths: Ints, step_rows: int) -> list[int | None]:
+    """Return what values are padded to in each step, along their one axis, None beyond the last of the edges."""
+    firsts = np.arange(0, max(1, len(lengths)), step_rows)
+    longest = np.maximum.reduceat(np.append(lengths, 0), firsts)  # with 0, for a step without values
+    return [pad.padded(size) for size in longest.tolist()]
+
+
+def divided(array: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+    """Return what an array has for each step, of these shapes of its first axis: a tuple, or the array of one step."""
+    parts, begin = [], 0
+    for shape in shapes:
+        parts.append(array[begin : begin + math.prod(shape)].reshape(*shape, *array.shape[1:]))
+        begin += math.prod(shape)
+    return tuple(parts) if len(parts) > 1 else parts[0]
 
 
 def padded_columns(name: str, out: NDArray[Any], sizes: Ints, pad: Pad) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class Engine:
         does not suffice for more.
         """
         config = self._config
-        if config.decoders or config.transform is not None or config.rules or config.collate is not None:
+        if config.decoders or config.transform is not None or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         shared = self.executor.workers > 0

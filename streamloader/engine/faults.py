@@ -65,7 +65,7 @@ def fill(columns: Mapping[str, Any], source: Ints, blank: Sequence[int]) -> dict
     """Return the columns of a batch in which each row is that of its `source`, and those of `blank` are zeros.
 
     Lists get empty values of the type of the others. Packed columns, which have no rows of samples, are left as they
-    are. Arrays and tensors are changed in place.
+    are. Arrays and tensors are changed in place. A tuple has a column for each step, whose rows have sources in it.
     """
     return {name: _filled(column, source, blank) for name, column in columns.items()}
 
@@ -77,11 +77,11 @@ def fill_samples(samples: Sequence[Mapping[str, Any]], blank: Sequence[int]) -> 
 
 
 def _filled(column: Any, source: Ints, blank: Sequence[int]) -> Any:
-    moved = np.flatnonzero(source != np.arange(len(source)))
-    if isinstance(column, tuple) and not isinstance(column, Ragged):
-        return column
     if isinstance(column, Ragged):
         return _filled_ragged(column, source, blank)
+    if isinstance(column, tuple):
+        return _filled_steps(column, source, blank)
+    moved = np.flatnonzero(source != np.arange(len(source)))
     if not isinstance(column, list):
         if moved.size:
             column[moved] = column[source[moved]]
@@ -93,6 +93,16 @@ def _filled(column: Any, source: Ints, blank: Sequence[int]) -> Any:
     for row in blank:
         rows[row] = empty_like(rows[row] if other is None else other)
     return rows
+
+
+def _filled_steps(columns: tuple[Any, ...], source: Ints, blank: Sequence[int]) -> tuple[Any, ...]:
+    out, first = [], 0
+    for column in columns:
+        stop = first + (len(column.offsets) - 1 if isinstance(column, Ragged) else len(column))
+        of_step = [row - first for row in blank if first <= row < stop]
+        out.append(_filled(column, source[first:stop] - first, of_step))
+        first = stop
+    return tuple(out)
 
 
 def _filled_ragged(column: Ragged, source: Ints, blank: Sequence[int]) -> Ragged:

@@ -21,8 +21,8 @@ class Copy(NamedTuple):
 
     With `at`, `starts` are bytes of `source`. Row i has `sizes[i]` bytes, which are copied to byte `at[i]` of `out`;
     `sizes` may be one size for all rows. With `strides`, row i is a box of elements, which is copied to the row `at[i]`
-    of `out`: for boxes that consist of many short runs of bytes. `padded`: the rows of `out` as an array, which is
-    filled with `value` before.
+    of `out`: for boxes that consist of many short runs of bytes. `padded`: the first of the bytes of `out`, and the end
+    of those, that are filled with `value` where no row is; rows are in ascending order then.
     """
 
     out: NDArray[Any]
@@ -31,7 +31,7 @@ class Copy(NamedTuple):
     at: Ints | None = None
     sizes: Ints | int = 0
     strides: tuple[int, ...] | None = None
-    padded: NDArray[Any] | None = None
+    padded: tuple[int, int] | None = None
     value: int | float = 0
 
     def part(self, first: int, stop: int, starts: Ints) -> Copy:
@@ -39,13 +39,16 @@ class Copy(NamedTuple):
         if self.at is None:
             return Copy(self.out[first:stop], self.source, starts)
         sizes = self.sizes if isinstance(self.sizes, int) else self.sizes[first:stop]
-        padded = None if self.padded is None else self.padded[first:stop]
+        padded = self.padded
+        if padded is not None:  # what is between the rows of two parts is filled by the first one
+            begin, end = padded
+            padded = int(self.at[first]) if first else begin, int(self.at[stop]) if stop < len(self.at) else end
         return Copy(self.out, self.source, starts, self.at[first:stop], sizes, self.strides, padded, self.value)
 
     def run(self) -> None:
         """Copy the rows."""
         if self.padded is not None:
-            self.padded[...] = self.value
+            self._pad(*self.padded)
         if self.at is None:
             np.take(self.source, self.starts, axis=0, out=self.out, mode="clip")
         elif self.strides is None:
@@ -54,6 +57,15 @@ class Copy(NamedTuple):
             dtype, shape = self.out.dtype, self.out.shape[1:]
             for row, start in zip(self.at.tolist(), self.starts.tolist(), strict=True):
                 self.out[row] = np.ndarray(shape, dtype, self.source.data, start, self.strides)
+
+    def _pad(self, first: int, stop: int) -> None:
+        """Fill the bytes before, between and after the rows: half as much memory as if all were filled."""
+        assert self.at is not None
+        begins = np.concatenate([[first], self.at + self.sizes])
+        sizes = np.concatenate([self.at, [stop]]) - begins
+        dtype = self.out.dtype
+        padding = np.full(int(sizes.max()) // dtype.itemsize, self.value, dtype)
+        copy_rows(padding, np.zeros(len(sizes), np.int64), sizes, self.out, begins)
 
 
 def part_of(copies: Sequence[Copy], number: int, count: int) -> list[Copy]:

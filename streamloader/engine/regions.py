@@ -357,9 +357,9 @@ class Regions:
         if self.rows is not None:
             self.rows.drop(slot)
 
-    def variable_bytes(self, slot_rows: Ints) -> int:
+    def variable_bytes(self, slot_rows: Ints, step_rows: int) -> int:
         """Return the total number of bytes of sparse rows, 0 for other columns."""
-        return 0 if self.rows is None else self.rows.variable_bytes(slot_rows)
+        return 0 if self.rows is None else self.rows.variable_bytes(slot_rows, step_rows)
 
     def gather(self, slot_rows: Ints, plan: BatchPlan, buffers: Buffers, seed: int) -> Gathered:
         """Return the columns of a batch, and what must be copied to them: the samples at `slot_rows`."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, Buffers, address
 from streamloader.engine.budget import LIVE_BATCHES, Demand
-from streamloader.engine.collate import padded_columns, padded_sizes
+from streamloader.engine.collate import LENGTHS, MASK, divided, padded_sizes, padded_widths
 from streamloader.engine.faults import BadRows, forget
 from streamloader.engine.gather import Copy, flat
 from streamloader.engine.transform import Ragged
@@ -89,7 +89,7 @@ class Rows:
         """Forget the errors of a slot, whose rows are overwritten."""
         forget(self.bad, slot * self._block, (slot + 1) * self._block)
 
-    def variable_bytes(self, _slot_rows: Ints) -> int:
+    def variable_bytes(self, _slot_rows: Ints, _step_rows: int) -> int:
         """Return 0."""
         return 0
 
@@ -147,15 +147,16 @@ class Chunks:
         """Return what keeps the bytes of rows valid after their slots are released."""
         return [self._leases[slot] for slot in distinct(slot_rows // self.block).tolist()]
 
-    def variable_bytes(self, slot_rows: Ints) -> int:
-        """Return the total number of bytes of rows of variable size."""
+    def variable_bytes(self, slot_rows: Ints, step_rows: int) -> int:
+        """Return the total number of bytes of rows of variable size, padded as in steps of `step_rows`."""
         if self.field.fixed:
             return 0
         sizes = self.table[slot_rows, 1]
-        if isinstance(self._pack, Pad):
-            longest = self._pack.padded(int(sizes.max(initial=0)) // self.field.item_bytes) or 0
-            return len(slot_rows) * longest * self.field.item_bytes
-        return int(sizes.sum())
+        if not isinstance(self._pack, Pad):
+            return int(sizes.sum())
+        item = self.field.item_bytes
+        widths = [width or 0 for width in padded_widths(self._pack, sizes // item, step_rows)]
+        return int(np.repeat(widths, step_rows)[: len(sizes)].sum()) * (item + self._pack.mask)
 
     def items(self, slot_rows: Ints) -> list[memoryview]:
         """Return the bytes of rows, as views that are valid until their slots are released."""
@@ -165,8 +166,8 @@ class Chunks:
     def gather(self, slot_rows: Ints, plan: BatchPlan, buffers: Buffers, _seed: int = 0) -> Gathered:
         """Return the column of a batch, and what must be copied to it: the rows at `slot_rows`.
 
-        The column of a variable size is a list of bytes or str, or a `Ragged`. If it is packed, as `pack` says, a plan
-        of several steps has a tuple with one for each step: a row of values holds samples of one step only. Raises
+        The column of a variable size is a list of bytes or str, or a `Ragged`. If it is packed or padded, as `pack`
+        says, a plan of several steps has a tuple with one for each step: steps have rows of their own length. Raises
         `DecodeError`, which names the sample, for bytes that are invalid for the field.
         """
         field = self.field
@@ -201,16 +202,30 @@ class Chunks:
             raise
 
     def _padded(self, pad: Pad, rows: tuple[Ints, Ints], plan: BatchPlan, buffers: Buffers) -> Gathered:
-        """Return the columns of padded rows, which are given by their addresses and sizes, and their copy."""
-        item, (starts, sizes) = self.field.item_bytes, rows
-        lengths = (sizes // item)[:, None]
-        (longest,) = padded_sizes(self.name, pad, lengths, plan.samples.tolist())
-        lengths = np.minimum(lengths, longest)
-        out = buffers.lease((len(starts), longest, *self.field.shape), self.field.dtype)
-        at = np.arange(len(starts)) * longest
-        at += 0 if pad.side == "right" else longest - lengths[:, 0]
-        copy = Copy(flat(out), self._arena.bytes, starts, at * item, lengths[:, 0] * item, padded=out, value=pad.value)
-        return padded_columns(self.name, out, lengths, pad), [copy]
+        """Return the columns of padded rows, which are given by their addresses and sizes, and their copies.
+
+        The steps of a plan share the memory of a column.
+        """
+        item, (starts, sizes), step_rows = self.field.item_bytes, rows, plan.step_rows
+        lengths = sizes // item
+        widths = padded_widths(pad, lengths, step_rows)
+        if None in widths:
+            padded_sizes(self.name, pad, lengths[:, None], plan.samples.tolist())  # raises for the longest
+        width = np.repeat(np.array(widths, np.int64), step_rows)[: len(lengths)]
+        lengths, ends, count = np.minimum(lengths, width), np.cumsum(width), int(width.sum())
+        at = ends - (width if pad.side == "right" else lengths)
+        counts = [len(lengths[first : first + step_rows]) for first in range(0, max(1, len(lengths)), step_rows)]
+        shapes = [(count, width or 0) for count, width in zip(counts, widths, strict=True)]
+        out = buffers.lease((count, *self.field.shape), self.field.dtype)
+        whole, arena = (0, out.nbytes), self._arena.bytes
+        copies = [Copy(out, arena, starts, at * item, lengths * item, padded=whole, value=pad.value)]
+        columns = {self.name: divided(out, shapes), self.name + LENGTHS: lengths}
+        if pad.mask:
+            mask, true = buffers.lease((count,), "bool"), buffers.lease((int(lengths.max(initial=0)),), "bool")
+            true[...] = True
+            columns[self.name + MASK] = divided(mask, shapes)
+            copies.append(Copy(mask, true, np.zeros_like(at), at, lengths, padded=(0, count)))
+        return columns, copies
 
     def _lease_ragged(self, offsets: Ints, buffers: Buffers) -> Ragged:
         """Return a column for rows with these offsets, with its padding if it is packed."""

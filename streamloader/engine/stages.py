@@ -305,7 +305,7 @@ class Stages:
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
         slot_rows = self._blocks.locate(plan.tickets, plan.rows)
-        size, scratch = sum(residence.variable_bytes(slot_rows) for residence in self._gathered), 0
+        size, scratch = sum(each.variable_bytes(slot_rows, plan.step_rows) for each in self._gathered), 0
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
             unsized = decoder.fixed_bytes is None
@@ -370,8 +370,9 @@ class Stages:
                 batch.columns |= columns
                 copies += found
                 if name in self._pads:
-                    padded, lengths = columns[name].shape[:2], int(columns[name + LENGTHS].sum())
-                    self._counters.add(elements=math.prod(padded), padding_elements=math.prod(padded) - lengths)
+                    steps = columns[name] if type(columns[name]) is tuple else (columns[name],)
+                    padded = sum(math.prod(step.shape[:2]) for step in steps)
+                    self._counters.add(elements=padded, padding_elements=padded - int(columns[name + LENGTHS].sum()))
             self._copy(batch, copies, slot_rows)
         except StreamloaderError:
             raise

@@ -30,7 +30,7 @@ from streamloader.format.manifest import Field
 from streamloader.loader import arguments
 from streamloader.loader.arguments import Arguments, Source
 from streamloader.loader.bad_samples import BadSamples
-from streamloader.loader.batches import BatchFormat, Columns
+from streamloader.loader.batches import BatchFormat, Columns, split_rows
 from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
 from streamloader.options import is_whole, parse_size, whole
@@ -250,6 +250,7 @@ class Loader:
 
     _tensors: ClassVar[str] = ""  # the module that handles those that a transform returns
     _convert: Callable[[Columns], Columns] = dict  # the arrays of a batch
+    _split: Callable[[NDArray[Any], NDArray[np.int64]], list[Any]] = staticmethod(split_rows)  # a ragged column
     _resolve_world: Callable[[Any], World] = staticmethod(read_world)
     _new_epochs: Callable[[], Epochs] = Epochs
     _worker_info: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)  # (number, count) in workers
@@ -336,6 +337,7 @@ class Loader:
             lists=frozenset(name for name, rule in rules if rule == "list"),
             nested=frozenset(name for name, rule in rules if rule == "nested"),
             convert=self._convert,
+            split=self._split,
         )
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:

@@ -17,6 +17,11 @@ OFFSETS = "_offsets"
 Columns = dict[Any, Any]
 
 
+def split_rows(values: NDArray[Any], offsets: Ints) -> list[NDArray[Any]]:
+    """Return the rows of a ragged column, as views. numpy's `split` takes four times as long."""
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
+
+
 class BatchFormat(NamedTuple):
     """What iteration yields: single `samples` or batches, and the columns other than fields.
 
@@ -24,7 +29,8 @@ class BatchFormat(NamedTuple):
     number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
     `with_index`. `channels_first`: the columns of images that become (channels, height, width), without a copy.
     `lists`: the columns that become lists of arrays; `nested`: those that become nested tensors. `convert` makes values
-    of a framework of the arrays of a dict.
+    of a framework of the arrays of a dict, and `split` a list of the rows of a ragged column, given its values and
+    offsets.
     """
 
     samples: bool
@@ -36,6 +42,7 @@ class BatchFormat(NamedTuple):
     lists: frozenset[str] = frozenset()
     nested: frozenset[str] = frozenset()
     convert: Callable[[Columns], Columns] = dict
+    split: Callable[[NDArray[Any], Ints], list[Any]] = split_rows
 
     def batch(self, columns: Mapping[str, Any], plan: BatchPlan) -> Columns:
         """Return the columns of a batch.
@@ -63,14 +70,15 @@ class BatchFormat(NamedTuple):
 
     def _each(self, name: str, column: Any) -> list[Any]:
         """Return the values of a column, of which arrays are views."""
-        values = np.split(column.values, column.offsets[1:-1]) if isinstance(column, Ragged) else column
+        if isinstance(column, Ragged):
+            return self.split(*column)
         turned = name in self.channels_first
         arrays = {
             row: value.transpose(2, 0, 1) if turned else value
-            for row, value in enumerate(values)
+            for row, value in enumerate(column)
             if isinstance(value, np.ndarray)
         }
-        return [*(dict(enumerate(values)) | self.convert(arrays)).values()]
+        return [*(dict(enumerate(column)) | self.convert(arrays)).values()]
 
     def each_sample(self, batch: Batch) -> list[Columns]:
         """Return the samples of a batch: columns without the batch axis, and elements of lists."""

@@ -31,6 +31,7 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     _tensors = tensors.__name__
     _convert = staticmethod(tensors.to_tensors)
+    _split = staticmethod(tensors.split_tensor)
     _new_epochs = staticmethod(distributed.shared_epochs)
     _resolve_world = staticmethod(distributed.resolve_world)
     _worker_info = staticmethod(distributed.worker)
