@@ -233,13 +233,14 @@ class Decode(_Cropped):
     `backend`: "pillow" decodes every format; "simplejpeg" decodes JPEG four times as fast and leaves other formats to
     Pillow; "auto" is "simplejpeg" if it is installed, and then OpenCV resizes if it is installed. `mode`: "RGB" (3
     channels) or "L" (1 channel). `size`: the (height, width) to resize to, bilinear; None keeps the size of each image,
-    and then all images of a batch must have the same size, or a transform must make them so. `crop`: the part that is
-    resized to `size`: None, the whole image; "random" or `RandomResizedCrop(...)`; "center" or `CenterCrop(...)`.
-    `normalize`: (mean, std), one number per channel, for (x / 255 - mean) / std; "imagenet" is `IMAGENET`. `layout`:
-    "CHW" or "HWC"; None is "CHW" with `normalize`, else "HWC". In both layouts the channels of a pixel are adjacent in
-    memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC". `orientation`:
-    images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as they are stored,
-    except of TIFF, which Pillow turns itself.
+    and then all images of a batch must have the same size, or a transform must make them so. A dict has sizes that
+    change, by the samples that all ranks have had in all epochs: `{0: (128, 128), 500_000: (192, 192)}`. `crop`: the
+    part that is resized to `size`: None, the whole image; "random" or `RandomResizedCrop(...)`; "center" or
+    `CenterCrop(...)`. `normalize`: (mean, std), one number per channel, for (x / 255 - mean) / std; "imagenet" is
+    `IMAGENET`. `layout`: "CHW" or "HWC"; None is "CHW" with `normalize`, else "HWC". In both layouts the channels of a
+    pixel are adjacent in memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC".
+    `orientation`: images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as
+    they are stored, except of TIFF, which Pillow turns itself.
 
     Fields that are cropped, resized and flipped with their image: `boxes`, four numbers for each box (`box_format`:
     "xywh" for x, y, width, height; "xyxy" for two corners); `keypoints`, x and y, or x, y and visibility, for each;
@@ -256,7 +257,7 @@ class Decode(_Cropped):
 
     backend: Literal["auto", "pillow", "simplejpeg"] = "auto"
     mode: Literal["RGB", "L"] = "RGB"
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] | Mapping[int, tuple[int, int]] | None = None
     crop: CropChoice = None
     normalize: Literal["imagenet"] | Normalization | None = None
     layout: Literal["CHW", "HWC"] | None = None
@@ -278,8 +279,10 @@ class Decode(_Cropped):
         for name in ("boxes", "keypoints", "masks"):
             _check(self, name, isinstance(getattr(self, name), str | None), "give the name of a field")
         _check(self, "box_format", self.box_format in ("xywh", "xyxy"), "choose 'xywh' or 'xyxy'")
-        is_size = self.size is None or _is_pair(self.size, is_whole)
-        _check(self, "size", is_size, "give size as (height, width), both at least 1")
+        sizes = self.sizes
+        is_size = self.size is None or (0 in sizes and all(_is_pair(size, is_whole) for size in sizes.values()))
+        remedy = "give size as (height, width), both at least 1, or as {0: (128, 128), samples: (192, 192)}"
+        _check(self, "size", is_size and all(is_whole(samples, 0) for samples in sizes), remedy)
         self._validate_crop()
         _check(self, "crop", self.crop is None or self.size is not None, "a crop needs size=(height, width)")
         is_normalization = self.normalize is None or _is_normalization(self.normalization, self.channels)
@@ -300,6 +303,11 @@ class Decode(_Cropped):
         for name in ("boxes", "keypoints", "masks", "with_crop"):
             remedy = "leave it or views= out: what belongs to an image is moved with one crop of it only"
             _check(self, name, not getattr(self, name), remedy)
+
+    @property
+    def sizes(self) -> Mapping[int, Any]:
+        """The size from so many samples of the run on."""
+        return self.size if isinstance(self.size, Mapping) else {0: self.size}
 
     @property
     def channels(self) -> int:

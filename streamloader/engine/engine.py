@@ -19,10 +19,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -118,6 +118,7 @@ class Engine:
             seed=seed,
             batched=steps_at_once == 1,
         )
+        stages.samples_before = partial(_samples_before, share, position, lru_cache(2)(share.at_epoch))
         given = share, position, self.datasets, steps_at_once, self.executor.map
         planned = plans(*given, resident=not streamed, endless=endless)
         planner = Planner(planned, most=min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once))))
@@ -264,6 +265,16 @@ class Engine:
             index_bytes=index + index_bytes(self.datasets),
         )
         return replace(whole, reused=any(dataset.weights_digest is None for dataset in self.datasets))
+
+
+def _samples_before(share: EpochShare, begin: int, at_epoch: Callable[[int], EpochShare], plan: BatchPlan) -> int:
+    """Return how many samples all ranks have had before the step of a plan, with those of earlier epochs.
+
+    The run begins at the position `begin` of the epoch of `share`, and later epochs (`at_epoch`) at 0.
+    """
+    position = int(plan.positions[0])
+    position -= (position - begin * (plan.epoch == share.epoch)) % share.global_batch  # where all ranks begin the step
+    return at_epoch(plan.epoch).samples_before + position
 
 
 def _mark_resident(rows: Rows, first: int, samples: Sequence[int], error: StreamloaderError) -> None:

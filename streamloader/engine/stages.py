@@ -239,7 +239,8 @@ class Stages:
     """Gathers, decodes and transforms batches, which have the columns `names`, in this order.
 
     `resident` fields are complete arrays in memory; others are in blocks. `seed` keys the random numbers of crops and
-    the transform, with the plan's epoch and positions. `batched`: samples form batches.
+    the transform, with the plan's epoch and positions. `batched`: samples form batches. `samples_before`: how many
+    samples the run had on all ranks before a plan, for images whose size changes.
 
     Threads hold this object, never the `Engine`, and a weak reference to the transform, so they do not keep its owner
     alive.
@@ -279,7 +280,11 @@ class Stages:
         self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
         self.decodes = bool(decoders)
         self.more_batches = MORE_BATCHES if executor.workers else 0
-        self._decoders = {name: executor.share(decoder) for name, decoder in decoders.items()}
+        self._decoders = {
+            name: [(samples, each, executor.share(each)) for samples, each in decoder.by_samples or [(0, decoder)]]
+            for name, decoder in decoders.items()
+        }
+        self.samples_before: Callable[[BatchPlan], int] = lambda _: 0
         self._shared_transform: Transform | None = None
         if config.transform is not None and executor.workers:
             self._shared_transform = share_transform(executor, config.transform, spawns=config.spawns)
@@ -444,7 +449,7 @@ class Stages:
 
     def _images(self, batch: Batch, name: str, slot_rows: Ints) -> dict[str, Encoded]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
-        plan, decoder, chunks = batch.plan, self._config.decoders[name], self._encoded[name]
+        plan, (decoder, shared), chunks = batch.plan, self._decoder(name, batch.plan), self._encoded[name]
         rule, count = self._config.rules.get(name), len(slot_rows)
         sizes: Ints | None = None
         outs: Any
@@ -471,8 +476,14 @@ class Stages:
             outs = [self._buffers.lease(shape, decoder.dtype) for shape in shapes]
             batch.columns[name] = [out[..., 0] for out in outs] if decoder.mask else [*outs]
         pad = rule if isinstance(rule, Pad) else Pad()
-        images, masks = (self._decoders[name], chunks.table[slot_rows], outs, sizes, pad), decoder.options.masks
+        images, masks = (shared, chunks.table[slot_rows], outs, sizes, pad), decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, slot_rows))
+
+    def _decoder(self, name: str, plan: BatchPlan) -> tuple[ImageDecoder, ImageDecoder]:
+        """Return the decoder of a field for a batch, and what `executor.share` returned for it."""
+        each = self._decoders[name]
+        before = self.samples_before(plan) if len(each) > 1 else 0
+        return next((decoder, shared) for samples, decoder, shared in reversed(each) if samples <= before)
 
     def _sizes(self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan) -> Ints:
         """Return the (height, width) of images, of bad ones (1, 1)."""
@@ -502,12 +513,13 @@ class Stages:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
         batch.leases = []
         for name, crop_and_size in crops.items():
-            options, crop = self._config.decoders[name].options, crop_and_size[:, :5].copy()
+            decoder, crop = self._decoder(name, batch.plan)[0], crop_and_size[:, :5].copy()
+            options, size = decoder.options, decoder.crops[0][0]
             if options.boxes is not None:
-                move = partial(move_boxes, size=options.size, form=options.box_format)
+                move = partial(move_boxes, size=size, form=options.box_format)
                 batch.columns |= _moved(options.boxes, batch.columns, crop, move)
             if options.keypoints is not None:
-                batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=options.size))
+                batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=size))
             if options.with_crop:
                 batch.columns[f"{name}_crop"] = crop
             for moved in {options.boxes, options.keypoints} & self._config.rules.keys():

@@ -13,9 +13,9 @@ import importlib.util
 import io
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -286,7 +286,8 @@ class ImageDecoder:
 
     `fast`: simplejpeg decodes JPEGs. `opencv`: OpenCV resizes. `crops`: the (size, crop) of each view of an image, a
     single one without views. `values`: the `normalized_values`, None without normalisation. `mask`: the pixels are
-    numbers of classes, as stored.
+    numbers of classes, as stored. `by_samples`: if the size changes, the decoder from so many samples of the run on;
+    this one has the largest size.
     """
 
     options: Decode
@@ -297,6 +298,7 @@ class ImageDecoder:
     name: str = ""
     mask: bool = False
     scratch: Scratch = field(default_factory=Scratch, repr=False)
+    by_samples: tuple[tuple[int, ImageDecoder], ...] = ()
 
     @classmethod
     def choose(cls, options: Decode, name: str = "", *, mask: bool = False) -> ImageDecoder:
@@ -304,6 +306,12 @@ class ImageDecoder:
 
         Raises `UsageError` if simplejpeg is required and not installed.
         """
+        if isinstance(options.size, Mapping):
+            sizes = sorted(options.size.items())
+            decoders = [(samples, cls.choose(replace(options, size=size), name, mask=mask)) for samples, size in sizes]
+            _, largest = max(decoders, key=lambda pair: pair[1].fixed_bytes or 0)
+            shared = ((samples, replace(decoder, scratch=largest.scratch)) for samples, decoder in decoders)
+            return replace(largest, by_samples=tuple(shared))
         installed = importlib.util.find_spec("simplejpeg") is not None
         if options.backend == "simplejpeg" and not installed:
             raise UsageError("simplejpeg is not installed", "pip install simplejpeg, or give decode='pillow'")

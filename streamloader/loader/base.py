@@ -305,6 +305,9 @@ class Loader:
 
     def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
         decoders = arguments.choose_decoders(self.fields, given.decode)
+        if given.batch_size is None and any(decoder.by_samples for decoder in decoders.values()):
+            remedy = "give a batch_size, since the size changes between two batches"
+            raise UsageError("Decode(size=) by samples with batch_size=None", remedy)
         packs = arguments.choose_packs(
             self.fields, given.pack, batch_size=given.batch_size, transformed=given.transform is not None
         )

@@ -352,6 +352,11 @@ class MixShare(EpochShare):
         return self.bounds[1] - self.bounds[0]
 
     @property
+    def samples_before(self) -> int:
+        """The samples of all earlier epochs, over all ranks: the position in the run."""
+        return self.bounds[0]
+
+    @property
     def _lanes(self) -> list[int]:
         """The number of lanes of each source."""
         return [order.lanes for order in self.mix.orders]

@@ -104,6 +104,11 @@ class EpochShare:
         """The most samples that are fetched together."""
         raise NotImplementedError
 
+    @property
+    def samples_before(self) -> int:
+        """The samples of all earlier epochs, over all ranks."""
+        return self.epoch * self.num_samples
+
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once."""
         raise NotImplementedError
