@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from streamloader.options import Channels as Channels
     from streamloader.options import Decode as Decode
     from streamloader.options import Layout as Layout
+    from streamloader.options import Pack as Pack
     from streamloader.options import Pad as Pad
     from streamloader.options import Patch as Patch
     from streamloader.options import RetryPolicy as RetryPolicy
@@ -58,7 +59,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",
-    "options": "Channels Decode Layout Pad Patch RetryPolicy Shuffle Window",
+    "options": "Channels Decode Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
     "pytorch.dataset": "Mixture StreamingDataset",

@@ -334,18 +334,33 @@ def _is_normalization(value: Any, channels: int) -> bool:
 
 @dataclass(frozen=True)
 class Pack(Option):
-    """How the documents of a batch become rows of one length: concatenated, and cut every `length` values.
+    """How documents become rows of `length` values. `pad` fills what is free.
 
-    `pad` fills the last row of the batch, the only one that may be incomplete. Raises `UsageError` for invalid values.
+    `fit="best"`: rows are the samples, and `batch_size` counts them, so each batch has the shape (batch_size, length).
+    Neighbouring documents share rows, each in the one that it fills best. A document that is longer than a row is cut
+    into full rows and the rest, or left out with `split=False`. `balance="attention"`: all rows of a step, on all
+    ranks, take a like time in attention, as the sum of the squares of the lengths of their documents tells.
+
+    Without `fit`, `batch_size` counts documents: those of a batch are concatenated and cut every `length` values, so
+    the number of rows varies, and only the last one is padded. Raises `UsageError` for invalid values.
     """
 
     length: int
     pad: int | float = 0
+    fit: Literal["best"] | None = None
+    split: bool = True
+    balance: Literal["attention"] | None = None
 
     def _validate(self) -> None:
         is_pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
         _check(self, "length", is_whole(self.length), "give length as a whole number of at least 1")
         _check(self, "pad", is_pad, "give pad as a number")
+        _check(self, "fit", self.fit in (None, "best"), "choose 'best' or None")
+        _check(self, "split", isinstance(self.split, bool), "choose True or False")
+        _check(self, "balance", self.balance in (None, "attention"), "choose 'attention' or None")
+        remedy = "give fit='best' too: without it a batch has whole documents, in a number of rows that varies"
+        _check(self, "split", self.split or self.fit is not None, remedy)
+        _check(self, "balance", self.balance is None or self.fit is not None, remedy)
 
 
 @dataclass(frozen=True)

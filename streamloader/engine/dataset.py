@@ -25,6 +25,7 @@ from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
 
 if TYPE_CHECKING:  # imported when a dataset needs it
+    from streamloader.order.packing import Packed
     from streamloader.order.weights import Selection
 
 THREADS = 8
@@ -36,7 +37,8 @@ class Dataset:
     """An opened dataset: its store, manifest, names of the fields to read, and selected samples (None: all of them).
 
     `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches. `excluded`:
-    the number of samples that `exclude=` leaves out. `remaining`: those of a version with deleted samples.
+    the number of samples that `exclude=` leaves out. `remaining`: those of a version with deleted samples. `packed`:
+    the rows that the selected samples, which are documents, are packed into. They take the place of samples then.
 
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
@@ -49,6 +51,7 @@ class Dataset:
     excluded: int = 0
     remaining: Remaining | None = None
     lengths: NDArray[np.uint32] | None = None
+    packed: Packed | None = None
 
     @cached_property
     def readers(self) -> dict[str, FieldReader | RegionReader]:
@@ -81,8 +84,14 @@ class Dataset:
 
     @property
     def num_samples(self) -> int:
-        """The number of selected samples."""
-        return self.manifest.num_remaining if self.selection is None else len(self.selection)
+        """The number of selected samples, or of rows that they are packed into."""
+        chosen = self.selection if self.packed is None else self.packed
+        return self.manifest.num_remaining if chosen is None else len(chosen)
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers its samples have: those that are not selected have one too. Packed rows count from 0."""
+        return self.manifest.num_remaining if self.packed is None else len(self.packed)
 
     @cached_property
     def selection_digest(self) -> str | None:
@@ -105,31 +114,44 @@ class Dataset:
     @cached_property
     def bucket_digest(self) -> str | None:
         """The SHA-256 of the lengths by which samples are put in buckets; None without buckets."""
+        if self.packed is not None:
+            return None if self.packed.costs is None else self.packed.digest
         return None if self.lengths is None else hashlib.sha256(self.lengths.astype("<u4", copy=False).data).hexdigest()
 
-    def lengths_of(self, numbers: Ints) -> NDArray[np.uint32]:
-        """Return the lengths of samples, numbered among the selected ones."""
+    def lengths_of(self, numbers: Ints) -> NDArray[Any]:
+        """Return the lengths of samples, numbered among the selected ones; of packed rows what attention costs."""
+        if self.packed is not None:
+            assert self.packed.costs is not None
+            return self.packed.costs[numbers]
         assert self.lengths is not None
         samples = numbers if self.selection is None else self.selection[numbers]
         return self.lengths[samples]
 
     @property
     def selection_bytes(self) -> int:
-        """The bytes of the numbers of selected and deleted samples, draws by weights, and lengths."""
-        kept = (numbers for numbers in (self.selection, self.remaining, self.lengths) if numbers is not None)
+        """The bytes of the numbers of selected and deleted samples, draws by weights, packed rows, and lengths."""
+        chosen = self.selection if self.packed is None else self.packed  # which counts the selection
+        kept = (numbers for numbers in (chosen, self.remaining, self.lengths) if numbers is not None)
         return sum(numbers.nbytes for numbers in kept)
 
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
 
+        Of packed rows a block.
+
         With a selection at least a block: selected samples begin anywhere in a chunk, so two units may read one chunk.
         """
+        if self.packed is not None:
+            return params.block
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None and self.remaining is None else max(chunk, params.block)
 
     def object_of(self, name: str, sample: int) -> str:
-        """Return the URL of the object that has a sample of a field, by its number among all; of arrays the folder."""
-        if self.arrays is not None:
+        """Return the URL of the object that has a sample of a field, by its number among all.
+
+        Of arrays and packed rows, which may need several objects, that of the folder.
+        """
+        if self.arrays is not None or self.packed is not None:
             return self.store.url
         layout, stored = self.layouts[name], np.array([sample])
         stored = stored if self.remaining is None else self.remaining.stored(stored)
@@ -138,13 +160,16 @@ class Dataset:
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
 
-        With weights, the draws of each epoch have numbers of their own: see `Drawn`.
+        With weights, the draws of each epoch have numbers of their own: see `Drawn`. Of packed rows, it is those for
+        their documents.
 
         `chosen`: the chunks of arrays to read, by default all.
         """
         reader = self.readers[name]
         if isinstance(reader, RegionReader):
             return reader.runs(start, stop, chosen)
+        if self.packed is not None:
+            return reader.runs_of(self.packed.documents(start, stop), start)
         if self.selection is None:
             return reader.runs(start, stop)
         return reader.runs_of(self.selection[start:stop], start)
@@ -157,7 +182,8 @@ class Dataset:
         reader = self.readers[name]
         if isinstance(reader, RegionReader):
             return None, reader.block_bytes(start, stop) if counted else 0
-        if not counted and (self.selection is not None or not reader.knows_runs(start, stop)):
+        planned = self.selection is None and self.packed is None
+        if not counted and (not planned or not reader.knows_runs(start, stop)):
             return None, 0
         runs = self.runs(name, start, stop)
         return runs, reader.decoded_size(runs) if counted else 0
@@ -186,7 +212,7 @@ def index_bytes(datasets: Sequence[Dataset]) -> int:
 
 def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, ...]:
     """Return the number of the first sample of each of concatenated datasets, among `selected` samples or among all."""
-    counts = (dataset.num_samples if selected else dataset.manifest.num_remaining for dataset in datasets[:-1])
+    counts = (dataset.num_samples if selected else dataset.num_numbers for dataset in datasets[:-1])
     return tuple(accumulate(counts, initial=0))
 
 
@@ -195,7 +221,7 @@ def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
 
     Samples that epoch e draws by weights have numbers from e times the number of selected samples on.
     """
-    selections = [dataset.selection for dataset in datasets]
+    selections = [None if dataset.packed else dataset.selection for dataset in datasets]
     weighted = [dataset.weights_digest is not None for dataset in datasets]
     total = sum(dataset.num_samples for dataset in datasets)
     selected_from, all_from = (np.array(first_samples(datasets, selected=each)) for each in (True, False))

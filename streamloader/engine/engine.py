@@ -30,9 +30,10 @@ from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, all
 from streamloader.engine.dataset import Dataset, index_bytes, load_field, plans, share_readers
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, sleeper
-from streamloader.engine.memory import Memory, residence_of
+from streamloader.engine.memory import KEY_BYTES, Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
-from streamloader.engine.residence import Rows
+from streamloader.engine.packing import ELEMENT_BYTES, items_of, most_segments
+from streamloader.engine.residence import ITEM_BYTES, Chunks, Rows
 from streamloader.engine.stages import Batch, LoaderConfig, Stages
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassEndedError, StreamloaderError, wrapped
 from streamloader.options import MIB
@@ -169,7 +170,7 @@ class Engine:
         core, self.core = self.core, None
         if core is not None:
             memory = core.memory
-            ended = memory.is_for(names, share.block, budget) and core.join(JOIN_SECONDS)
+            ended = memory.is_for(names, self._slot_rows(share), budget) and core.join(JOIN_SECONDS)
             if budget.exact:
                 trim_heaps()  # of the thread that made bytes and texts, which another one replaces
             if ended:
@@ -179,8 +180,9 @@ class Engine:
         options: dict[str, Any] = {
             "packs": {**self._config.packs, **self._config.pads},
             "tolerant": self._config.tolerant,
+            "rows": (items_of(self.datasets), most_segments(self.datasets)) if self._config.rows else None,
         }
-        return Memory(readers, share.block, budget, self.counters, self.executor.arena, **options)
+        return Memory(readers, self._slot_rows(share), budget, self.counters, self.executor.arena, **options)
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -204,6 +206,8 @@ class Engine:
         if config.decoders or config.transform is not None or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
+        if config.rows:
+            size = self._row_bytes() * share.batch
         shared = self.executor.workers > 0
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
@@ -251,10 +255,38 @@ class Engine:
     def _readers(self, name: str) -> list[Any]:
         return [dataset.readers[name] for dataset in self.datasets]
 
+    def _slot_rows(self, share: EpochShare) -> int:
+        """Return the samples in a slot: of a block, or the documents that the rows of a block need."""
+        pairs = zip(self.datasets, share.blocks, strict=True)
+        documents = (data.packed.most_items(block) for data, block in pairs if data.packed is not None)
+        return max([share.block, *documents])
+
+    def _row_bytes(self) -> int:
+        """Return the bytes of a packed row, with those of the other columns."""
+        element, rows = ELEMENT_BYTES, self._config.rows
+        element += sum(int(reader.layout.field.item_bytes) for name in rows for reader in self._readers(name)[:1])
+        return element * max(pack.length for pack in rows.values())
+
+    def _demand_of_rows(self, share: EpochShare, rows: int) -> list[Demand]:
+        """Return the demand of each packed field."""
+        fields, slot_rows = [], self._slot_rows(share)
+        for name in self._names:
+            readers, documents = self._readers(name), 1.0
+            for data, reader, block in zip(self.datasets, readers, share.blocks, strict=True):
+                assert data.packed is not None
+                of_row = reader.layout.field.item_bytes * data.packed.real / len(data.packed)
+                documents = max(documents, block * of_row / max(1.0, reader.sample_bytes))
+            demand = Chunks.demand(readers, math.ceil(documents), 0)
+            fields.append(replace(demand, slot_bytes=demand.item_bytes + slot_rows * ITEM_BYTES))
+        keys = slot_rows * KEY_BYTES
+        return [*fields, replace(fields[0], slot_bytes=keys, item_bytes=0, batch_bytes=rows * self._row_bytes())]
+
     def _demand(self, resident: Sequence[str], share: EpochShare, steps_at_once: int) -> Demand:
         """Return the demand with these fields resident."""
         index, fields = share.plan_bytes(len(resident) == len(self._names)), []
-        for name in self._names:
+        if self._config.rows:
+            fields = self._demand_of_rows(share, steps_at_once * share.batch)
+        for name in () if self._config.rows else self._names:
             readers = self._readers(name)
             demand = Rows.resident_demand if name in resident else residence_of(readers[0]).demand
             fields.append(demand(readers, share.block, steps_at_once * share.batch, self._config.decoders.get(name)))

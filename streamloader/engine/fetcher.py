@@ -46,7 +46,7 @@ from streamloader.errors import (
 )
 from streamloader.format.opening import BODY_ATTEMPTS, is_damage
 from streamloader.format.reader import FieldReader, Run
-from streamloader.order.schedule import BlockRef
+from streamloader.order.schedule import BlockRef, Ints
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
@@ -61,7 +61,8 @@ class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
     `expected`: the bytes of decoded chunks, an estimate from the chunk table. `runs`: the requests of the fields whose
-    chunk tables were at hand, or the error of reading these.
+    chunk tables were at hand, or the error of reading these. `documents`: those of packed rows, each of which is loaded
+    once.
     """
 
     dataset: Dataset
@@ -70,6 +71,12 @@ class LoadingBlock:
     expected: int = 0
     runs: dict[str, Any] = field(default_factory=dict)
     error: StreamloaderError | None = None
+    documents: Ints | None = None
+
+    @property
+    def stop(self) -> int:
+        """The end of the samples, or documents, that are loaded, counted from `ref.start`."""
+        return self.ref.stop if self.documents is None else self.ref.start + len(self.documents)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +195,8 @@ class Fetcher:
         if self._next_block is not None and self._next_block.ref.ticket == ref.ticket:
             return self._next_block
         self._next_block = block = LoadingBlock(*self._locate(ref), len(self._names))
+        if block.dataset.packed is not None:
+            block.documents = block.dataset.packed.documents(block.ref.start, block.ref.stop)
         for name in self._names:
             try:
                 with block.dataset.store.retries.waits_by(self.sleep):
@@ -235,6 +244,8 @@ class Fetcher:
                 self.ledger.complete(ref.ticket)
             return
         block, self._next_block = self._next(ref), None
+        if block.documents is not None:
+            self._memory.expect_documents(ref.ticket, block.documents)
         names = self._memory.incomplete(block.ref, block.dataset.region_readers)
         block.left = len(names)
         with self._changed:
@@ -431,7 +442,7 @@ class Fetcher:
             on_repeat = partial(self._counters.add, requests=1)
             calls = partial(self._begin_request, attempt), partial(self._restart, attempt, on_repeat)
             if piece.field.name in self._chunks:
-                work = run, piece.block.ref.start, piece.block.ref.stop
+                work = run, piece.block.ref.start, piece.block.stop
                 given: Any = source, work, Callback(on_repeat), target, Callback(partial(self._reserve, attempt))
                 job = Job(fetch_items, given, partial(self._received_items, attempt), *calls)
             else:
@@ -678,7 +689,7 @@ class Fetcher:
             self._memory.open(slot, ref, reader, partial(self._allocate_region, block))
             residence.mark_chunks(slot, run, detached(error))
             return
-        rows = range(ref.stop - ref.start) if run is None else reader.bad_rows(run, ref.start, ref.stop)
+        rows = range(block.stop - ref.start) if run is None else reader.bad_rows(run, ref.start, block.stop)
         residence.mark([slot * self._memory.block + row for row in rows], detached(error))
 
     def _hedge_late(self) -> None:

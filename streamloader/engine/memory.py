@@ -14,15 +14,21 @@ from numpy.typing import NDArray
 from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, READY_BATCHES, TOLERANCE_BYTES, Budget
 from streamloader.engine.kept import NO_SLOT, KeptBlocks
+from streamloader.engine.packing import FindItems
 from streamloader.engine.regions import BatchRow, BatchRows, Regions
 from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
+from streamloader.errors import EngineError
 from streamloader.format.reader import FieldReader
 from streamloader.options import Pack, Pad
-from streamloader.order.schedule import BatchPlan, BlockRef
+from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 from streamloader.stats import Counters
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
 
+# The number of a document in the key by which its slot row is found.
+DOCUMENT_BITS = 40
+KEY_BYTES = 8
+LAST_DOCUMENT = (1 << DOCUMENT_BITS) - 1
 NO_PACKS: Mapping[str, Pack | Pad] = {}
 Residence = Rows | Chunks | Regions
 
@@ -41,6 +47,9 @@ class Memory:
     `readers`: of the fields; `packs`: how some are packed or padded. `bodies`: of responses, and of what is decoded
     from them. `buffers`: of batches. `tolerant`: samples that cannot be read are marked, and do not end the pass. The
     next pass reuses it, with the blocks that are kept and pages that have been touched.
+
+    Slots of packed rows hold documents: `block` is then the most that a block of rows needs. `rows`: their items, and
+    the most segments of one, see `packing.py`.
     """
 
     def __init__(
@@ -53,8 +62,9 @@ class Memory:
         *,
         packs: Mapping[str, Pack | Pad] = NO_PACKS,
         tolerant: bool = False,
+        rows: tuple[FindItems, int] | None = None,
     ) -> None:
-        self.tolerant = tolerant
+        self.tolerant, self.rows = tolerant, rows
         self.block, self.budget, self.counters = block, budget, counters
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(readers) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
@@ -79,6 +89,10 @@ class Memory:
         kept = self.residences.items() if budget.keeps else ()
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
+        self._documents: dict[int, Ints] = {}  # of packed rows, by ticket, until they have a slot
+        # the number of the slot and that of the document in each slot row: they ascend, also from slot to slot
+        self._keys = np.zeros(slots * block if rows is not None else 0, np.int64)
+        self._keys[:] = np.arange(len(self._keys)) // block << DOCUMENT_BITS | LAST_DOCUMENT
         self._slots: dict[int, int] = {}  # by ticket
         self._refs: dict[int, BlockRef] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the block of each ticket, modulo the length of this array
@@ -142,6 +156,10 @@ class Memory:
             if slot == NO_SLOT:
                 slot = self._free.pop()  # the one released last: its pages have been touched
                 self._assign(ticket, slot)
+                if (documents := self._documents.pop(ticket, None)) is not None:
+                    keys = self._keys[slot * self.block : (slot + 1) * self.block]
+                    keys[:] = slot << DOCUMENT_BITS | LAST_DOCUMENT
+                    keys[: len(documents)] -= LAST_DOCUMENT - documents
             return slot
 
     def _assign(self, ticket: int, slot: int, row: int = 0) -> None:
@@ -161,6 +179,7 @@ class Memory:
         """Free the ticket's slot, unless its block is kept; items that a batch still holds stay valid."""
         with self._lock:
             self._batch_rows.pop(ticket, None)
+            self._documents.pop(ticket, None)
             slot, ref = self._slots.pop(ticket), self._refs.pop(ticket)
             if not self._kept.release(slot, ref):
                 self._free_slot(slot)
@@ -197,11 +216,25 @@ class Memory:
             return None
         return regions.claims(slot) if self._kept_arrays else regions.fill_from(slot, ref, (reader, allocate), beside)
 
-    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """Return the slot row of each row of the blocks with these tickets."""
         table = self._first_row  # another thread may replace it with a larger one
         slot_rows: NDArray[np.int64] = table[tickets & (len(table) - 1)]
         slot_rows += rows
+        return slot_rows
+
+    def expect_documents(self, ticket: int, documents: NDArray[np.int64]) -> None:
+        """State which documents the slot of a block of packed rows will hold, ascending, before it is claimed."""
+        with self._lock:
+            self._documents[ticket] = documents
+
+    def locate_documents(self, tickets: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot row of each document of the blocks of packed rows with these tickets."""
+        keys = self.locate(tickets, 0) // self.block << DOCUMENT_BITS | documents
+        slot_rows = np.searchsorted(self._keys, keys)
+        if not np.array_equal(self._keys[np.minimum(slot_rows, len(self._keys) - 1)], keys):
+            problem = f"a document of blocks {sorted({*tickets.tolist()})[:3]} of packed rows is not in its slot"
+            raise EngineError(problem, "report this with the dataset's manifest")
         return slot_rows
 
     def _grow(self, span: int) -> None:

@@ -148,8 +148,11 @@ class Chunks:
         return [self._leases[slot] for slot in distinct(slot_rows // self.block).tolist()]
 
     def variable_bytes(self, slot_rows: Ints, step_rows: int) -> int:
-        """Return the total number of bytes of rows of variable size, padded as in steps of `step_rows`."""
-        if self.field.fixed:
+        """Return the total number of bytes of rows of variable size, padded as in steps of `step_rows`.
+
+        It is 0 of packed rows, which have a fixed size.
+        """
+        if self.field.fixed or (isinstance(self._pack, Pack) and self._pack.fit is not None):
             return 0
         sizes = self.table[slot_rows, 1]
         if not isinstance(self._pack, Pad):
@@ -157,6 +160,11 @@ class Chunks:
         item = self.field.item_bytes
         widths = [width or 0 for width in padded_widths(self._pack, sizes // item, step_rows)]
         return int(np.repeat(widths, step_rows)[: len(sizes)].sum()) * (item + self._pack.mask)
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes that `table` refers to."""
+        return self._arena.bytes
 
     def items(self, slot_rows: Ints) -> list[memoryview]:
         """Return the bytes of rows, as views that are valid until their slots are released."""
@@ -181,7 +189,7 @@ class Chunks:
         edges = np.zeros(len(slot_rows) + 1, np.int64)
         np.cumsum(sizes, out=edges[1:])
         if np.any(edges % field.item_bytes):
-            self._check(slot_rows, plan)
+            self.check(slot_rows, plan)
         if isinstance(self._pack, Pad):
             return self._padded(self._pack, (starts, sizes), plan, buffers)
         columns, copies = [], []
@@ -198,7 +206,7 @@ class Chunks:
         try:
             return [make(item) for item in self.items(slot_rows)]
         except ValueError:
-            self._check(slot_rows, plan)
+            self.check(slot_rows, plan)
             raise
 
     def _padded(self, pad: Pad, rows: tuple[Ints, Ints], plan: BatchPlan, buffers: Buffers) -> Gathered:
@@ -246,7 +254,7 @@ class Chunks:
                 errors[row] = error
         return errors
 
-    def _check(self, slot_rows: Ints, plan: BatchPlan) -> None:
+    def check(self, slot_rows: Ints, plan: BatchPlan) -> None:
         """Raise `DecodeError` for the first row that is invalid."""
         for error in self.invalid(slot_rows, plan).values():
             raise error

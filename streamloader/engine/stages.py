@@ -36,6 +36,7 @@ from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_s
 from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import Memory, Residence
 from streamloader.engine.messages import Callback, all_bytes
+from streamloader.engine.packing import FindItems, gather_rows, rows_of_items
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
     Labels,
@@ -216,6 +217,11 @@ class LoaderConfig:
         return {name: rule for name, rule in self.rules.items() if isinstance(rule, Pad) and name not in moved}
 
     @property
+    def rows(self) -> dict[str, Pack]:
+        """How documents are packed into rows of a fixed shape, which are the samples; empty unless they are."""
+        return {name: pack for name, pack in self.packs.items() if pack.fit is not None}
+
+    @property
     def tolerant(self) -> bool:
         """Whether bad samples do not end the pass."""
         return self.on_error != "raise"
@@ -358,6 +364,9 @@ class Stages:
         copies: list[Copy] = []
         name = ""
         try:
+            if self._blocks.rows is not None:
+                self._copy(batch, self._gather_rows(batch, *self._blocks.rows), plan.rows)
+                return
             slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
             if self._config.tolerant:
                 slot_rows = self._leave_out(batch, slot_rows)
@@ -383,6 +392,46 @@ class Stages:
             raise
         except Exception as error:
             raise wrapped(error, f"gathering field {name!r}") from error
+
+    def _gather_rows(self, batch: Batch, find: FindItems, segments: int) -> Sequence[Copy]:
+        """Put the columns of packed rows into the batch; return what must be copied to them.
+
+        A bad document is left out of its row, in "replace" the row of another sample takes the place of the whole.
+        """
+        chunks = {field.name: field for field in self._gathered if isinstance(field, Chunks)}
+        fields = {chunks[name]: pack for name, pack in self._config.rows.items()}
+        given: dict[str, Any] = {"segments": segments, "buffers": self._buffers}
+        while True:
+            plan = batch.plan
+            documents, _, edges = items = find(plan.samples)
+            row = rows_of_items(edges)
+            slot_rows = self._blocks.locate_documents(plan.tickets[row], documents)
+            bad = _bad_items([*fields], slot_rows) if self._config.tolerant else {}
+            for item, (name, error) in bad.items():
+                batch.faults.setdefault(int(row[item]), (int(plan.samples[row[item]]), name, error))
+            if bad and self._config.on_error == "replace" and not batch.masked:
+                self._replace_rows(batch)
+                continue
+            try:
+                (columns, copies), padding = gather_rows(fields, items, slot_rows, plan, **given)
+                break
+            except DecodeError:
+                plan = plan._replace(samples=documents)
+                if not sum(self._mark_invalid(each, slot_rows, plan) for each in fields):
+                    raise
+        batch.columns |= columns
+        rows = columns[next(iter(fields)).name]
+        self._counters.add(elements=rows.size, padding_elements=padding)
+        return copies
+
+    def _replace_rows(self, batch: Batch) -> None:
+        """Put other rows of its step into the place of each packed row with bad documents, as far as there are some."""
+        plan, source = batch.plan, replacements(batch.plan, batch.faults, self._seed)
+        batch.masked = {row for row in batch.faults if source[row] == row}
+        valid = plan.valid.copy()
+        valid[list(batch.masked)] = False
+        moved = {name: getattr(plan, name)[source] for name in ("tickets", "rows", "samples")}
+        batch.plan = plan._replace(valid=valid, **moved)
 
     def _leave_out(self, batch: Batch, slot_rows: Ints) -> Ints:
         """Record the rows without values. Return the slot rows, in "replace" those of other samples in their place."""
@@ -691,6 +740,19 @@ class Stages:
             bad[list(batch.faults if masks else batch.faults.keys() - batch.masked)] = True
             batch.columns["error" if masks else "replaced"] = bad
         batch.finished.set()
+
+
+def _bad_items(fields: Sequence[Chunks], slot_rows: Ints) -> dict[int, tuple[str, StreamloaderError]]:
+    """Return the (field, error) of each item that is bad in one of the fields, and mark it as bad in the others."""
+    bad: dict[int, tuple[str, StreamloaderError]] = {}
+    for chunks in fields:
+        for item, slot_row in enumerate(slot_rows.tolist() if chunks.bad else ()):
+            if (error := chunks.bad.get(slot_row)) is not None:
+                bad.setdefault(item, (chunks.name, error))
+    for item, (_, error) in bad.items():
+        for chunks in fields:
+            chunks.mark([int(slot_rows[item])], error)
+    return bad
 
 
 def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:

@@ -252,15 +252,24 @@ class LengthTable:
 
         Raises `ModifiedError` if the table does not match the manifest, and as `shard`.
         """
-        size, digests = self._layout.shard, list[str]()
+        digests = list[str]()
+        for number, page in enumerate(self.pages(digests)):
+            if out is not None:
+                out[number * self._layout.shard :][: len(page)] = page
+        return digests
+
+    def pages(self, digests: list[str] | None = None) -> Iterator[NDArray[np.uint32]]:
+        """Yield the lengths in bytes of the samples of each shard; append the SHA-256 of each to `digests`, if given.
+
+        Raises as `page_digests`, `ModifiedError` after the last one.
+        """
+        size, found = self._layout.shard, list[str]() if digests is None else digests
         shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, READ_BYTES // (4 * size)))
         for first in shards[::step]:
-            for number, page in enumerate(run_all(self.shard, shards[first : first + step], THREADS), first):
-                digests.append(lengths_digest(page))
-                if out is not None:
-                    out[number * size :][: len(page)] = page
-        self.check(digests)
-        return digests
+            for page in run_all(self.shard, shards[first : first + step], THREADS):
+                found.append(lengths_digest(page))
+                yield page
+        self.check(found)
 
     def check(self, pages: Iterable[str]) -> None:
         """Raise `ModifiedError` if the SHA-256s of the pages do not match the manifest."""

@@ -21,6 +21,7 @@ from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
+from streamloader.format.tables import LengthTable
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
     ON_BAD_SAMPLE,
@@ -48,6 +49,7 @@ from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
+    from streamloader.order.packing import Packed
     from streamloader.order.selection import AllBut
     from streamloader.order.weights import Selection
 # the options of `Decode` that name fields, and the last axes that these may have
@@ -235,14 +237,20 @@ def open_dataset(
 
 def lengths_of(dataset: Dataset, name: str) -> NDArray[np.int64]:
     """Return the length of every sample of a field: rows of ragged ones, bytes of others. Raises `FieldError`."""
+    lengths_table(dataset, name)
+    lengths = read_lengths(dataset.store, dataset.manifest, name, dataset.remaining)
+    lengths //= dataset.manifest.fields[name].field.item_bytes
+    return lengths
+
+
+def lengths_table(dataset: Dataset, name: str) -> LengthTable:
+    """Return the table of lengths of a field. Raises `FieldError` if there is none."""
     manifest = dataset.manifest
     if dataset.arrays is not None or name not in manifest.lengths:
         problem = f"{dataset.store.url} has no table of lengths of field {name!r}"
         fields = ", ".join(manifest.lengths) or "none: convert the dataset again"
         raise FieldError(problem, f"fields with one are {fields}")
-    lengths = read_lengths(dataset.store, manifest, name, dataset.remaining)
-    lengths //= manifest.fields[name].field.item_bytes
-    return lengths
+    return LengthTable(dataset.store, manifest, name)
 
 
 def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32] | None:
@@ -382,22 +390,25 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
     """Return the dataset's order with the overrides of `Shuffle`. Raises `UsageError` for a block that cuts chunks.
 
     A selection gets the order of a dataset of its size. Its blocks have about the bytes of the dataset's blocks, or
-    fewer if it is small; lanes and window follow from that.
+    fewer if it is small; lanes and window follow from that. Packed rows have an order of their own likewise.
     """
     manifest, selection = dataset.manifest, dataset.selection
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
+    if dataset.packed is not None:
+        documents = manifest.num_remaining if selection is None else len(selection)
+        pinned = _order_of_rows(dataset, dataset.packed, pinned.block / documents, config.block)
     if config.block is config.window is None and dataset.arrays is not None and dataset.arrays.order is not None:
         pinned = dataset.arrays.order
     block = config.block or pinned.block
     window = config.window or max(pinned.window // block, 2 if config.block is None else 4) * block
-    check_block(manifest, block, selection)
+    check_block(dataset, block)
     return OrderParams(block, config.lanes or pinned.lanes, window)
 
 
-def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
-    """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection."""
-    chunk = largest_chunk(manifest)
-    if selection is None and block % chunk:
+def check_block(dataset: Dataset, block: int) -> None:
+    """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection, and of packed rows."""
+    chunk = largest_chunk(dataset.manifest)
+    if dataset.selection is None and dataset.packed is None and block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
 
 
@@ -416,6 +427,21 @@ def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> Or
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
     order = order_pin(count, block, decoded)
     return replace(order, lanes=min(order.lanes, manifest.order.lanes))
+
+
+def _order_of_rows(dataset: Dataset, packed: Packed, share: float, block: int | None) -> OrderPin:
+    """Return the order of packed rows, in blocks of `block` of them, or by default of a `share` of them.
+
+    Documents of a group share rows, so that smaller blocks than a group would read most of it each.
+    """
+    count = len(packed)
+    from streamloader.order.packing import GROUP_ROWS
+
+    if block is None:
+        block = min(nearest_power(share * count), max(1, next_power(count) // BLOCKS))
+        block = max(block, min(GROUP_ROWS, next_power(count) // LEAST_BLOCKS), 1)
+    order = order_pin(count, block, packed.real * sum(field.item_bytes for field in dataset.fields.values()))
+    return replace(order, lanes=min(order.lanes, dataset.manifest.order.lanes))
 
 
 def _count_chunks(samples: Selection, chunk: int) -> int:
@@ -441,6 +467,8 @@ def check_share(share: EpochShare) -> None:
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
 
 
+# The least number of blocks of packed rows: more only if each has a group of documents.
+LEAST_BLOCKS = 16
 # The numbers of samples are handled in pieces of this many bytes.
 PIECE_BYTES = 32 << 20
 

@@ -33,7 +33,7 @@ from streamloader.loader.bad_samples import BadSamples
 from streamloader.loader.batches import BatchFormat, Columns, split_rows
 from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
-from streamloader.options import is_whole, parse_size, whole
+from streamloader.options import Pack, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import BatchPlan, EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
@@ -278,6 +278,8 @@ class Loader:
         self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
         self._datasets = self._open(self._sources, self._fields)
         digest = self._datasets[0].bucket_digest
+        if mixture and digest is not None:
+            raise UsageError("Pack(balance='attention') of a mixture", "leave balance= out, or use a single dataset")
         self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
@@ -308,15 +310,12 @@ class Loader:
         if given.batch_size is None and any(decoder.by_samples for decoder in decoders.values()):
             remedy = "give a batch_size, since the size changes between two batches"
             raise UsageError("Decode(size=) by samples with batch_size=None", remedy)
-        packs = arguments.choose_packs(
-            self.fields, given.pack, batch_size=given.batch_size, transformed=given.transform is not None
-        )
         rules = arguments.choose_rules(self.fields, given, decoders)
         if "nested" in rules.values() and not self._tensors:
             raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
         return LoaderConfig(
             decoders=decoders,
-            packs=packs,
+            packs=self._choose_packs(self.fields),
             transform=given.transform,
             rules=rules,
             collate=given.collate if callable(given.collate) else None,
@@ -326,6 +325,11 @@ class Loader:
             on_error=given.on_error,
             stall_seconds=given.stall_seconds,
         )
+
+    def _choose_packs(self, fields: Mapping[str, Field]) -> dict[str, Pack]:
+        given = self._options
+        options: dict[str, Any] = {"batch_size": given.batch_size, "transformed": given.transform is not None}
+        return arguments.choose_packs(fields, given.pack, **options)
 
     def _choose_format(self, given: Arguments, *, mixed: bool) -> BatchFormat:
         config, rules = self._config, self._config.rules.items()
@@ -346,6 +350,11 @@ class Loader:
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         datasets = tuple(self._open_dataset(source, fields) for source in sources)
         choice = self._options.bucket_by
+        packs = self._choose_packs(datasets[0].fields)
+        if any(pack.fit is not None for pack in packs.values()):
+            from streamloader.loader.packing import pack_rows
+
+            return pack_rows(datasets, packs, self._options)
         return (
             datasets
             if choice is None
@@ -363,14 +372,21 @@ class Loader:
             samples = dataset.selection_digest, dataset.num_samples
             params = arguments.choose_order(dataset, self._order)
             excluded, weights = dataset.excluded, dataset.weights_digest
-            identity = SourceIdentity(manifest.digest, source.split, *samples, params, version, excluded, weights)
+            packed = None if dataset.packed is None else dataset.packed.digest
+            chosen = manifest.digest, source.split, *samples, params
+            identity = SourceIdentity(*chosen, version, excluded, weights, packed)
             identities.append(identity)
         return tuple(identities)
 
     def __repr__(self) -> str:
         urls = ", ".join(dataset.store.url for dataset in self._datasets)
         fields = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
-        return f"{type(self).__name__}({urls}: {sum(data.num_samples for data in self._datasets)} samples, {fields})"
+        count = sum(data.num_samples for data in self._datasets)
+        samples, packs = f"{count} samples", [data.packed for data in self._datasets if data.packed is not None]
+        if packs:
+            left_out = sum(packed.dropped for packed in packs)
+            samples = f"{count} rows of {packs[0].length}" + (f", without {left_out} documents" if left_out else "")
+        return f"{type(self).__name__}({urls}: {samples}, {fields})"
 
     @property
     def epoch(self) -> int:
@@ -453,7 +469,8 @@ class Loader:
         start = self._begin(count)
         if count > 1 and start.bucket is not None:
             remedy = "give num_workers= to the dataset, not to DataLoader"
-            raise UsageError(f"bucket_by= with {count} DataLoader workers, which divide its batches", remedy)
+            option = "bucket_by=" if self._options.bucket_by is not None else "Pack(balance='attention')"
+            raise UsageError(f"{option} with {count} DataLoader workers, which divide its batches", remedy)
         lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
         # DataLoader asks worker 0 first. If `extra` workers have delivered already in this round, worker 0 takes the
@@ -541,7 +558,7 @@ class Loader:
         size = self._rank.size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
         for dataset, source in zip(datasets, start.sources, strict=True):
-            arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
+            arguments.check_block(dataset, source.params.block)
         steps = read_value(state, "steps", int) if "steps" in state else 0
         self._end_pass()
         if datasets is not self._datasets:

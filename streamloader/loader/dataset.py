@@ -93,8 +93,14 @@ class NumpyDataset(Loader):
 
     @property
     def num_samples(self) -> int:
-        """The number of selected samples, over all ranks; with `weights=` the draws of an epoch."""
+        """The number of selected samples, or of packed rows, over all ranks; with `weights=` the draws of an epoch."""
         return self._datasets[0].num_samples
+
+    @property
+    def dropped(self) -> int:
+        """The number of documents that `Pack(split=False)` leaves out, since they are longer than a row."""
+        packed = self._datasets[0].packed
+        return 0 if packed is None else packed.dropped
 
     @property
     def unused(self) -> dict[str, int]:
@@ -159,8 +165,12 @@ def choose_sources(
 def mean_length(dataset: Dataset, name: str) -> Fraction:
     """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths.
 
+    Of packed rows it is the mean number of their elements without padding.
+
     Raises `FieldError` if there is no such field, or for a selection no table of lengths.
     """
+    if dataset.packed is not None and name in dataset.names:
+        return Fraction(dataset.packed.real, len(dataset.packed))
     layout = dataset.manifest.fields.get(name)
     if dataset.arrays is not None or layout is None or layout.field.fixed:
         problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"

@@ -442,9 +442,9 @@ class MixShare(EpochShare):
         return replace(self, epoch=epoch)
 
     @property
-    def block(self) -> int:
-        """The most samples that are fetched together."""
-        return max(params.block for params in self.mix.fetches)
+    def blocks(self) -> tuple[int, ...]:
+        """The most samples of each dataset that are fetched together."""
+        return tuple(params.block for params in self.mix.fetches)
 
     def plan_bytes(self, _resident: bool) -> int:
         """Return the memory of planning, whether or not every field is resident."""

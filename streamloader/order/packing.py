@@ -127,6 +127,23 @@ class Packed:
             most = max(most, int(np.bincount(pairs // (self._groups[0][-1] + 1)).max()))
         return most
 
+    def most_items(self, block: int) -> int:
+        """Return the most items that rows [k * block, (k + 1) * block) have, over all k: no fewer than documents."""
+        most, size = 0, PIECE * block
+        for first in range(0, len(self), size):
+            edges = np.append(np.arange(first, min(len(self), first + size), block), min(len(self), first + size))
+            most = max(most, int(np.diff(self._items_before(edges)).max()))
+        return most
+
+    def _items_before(self, rows: Ints) -> Ints:
+        """Return the number of items in the rows before some rows."""
+        groups = np.searchsorted(self._rows[:-1], rows, side="right") - 1
+        inside, before = rows - self._rows[groups], self._groups[2][groups]
+        full = np.minimum(inside, self._groups[1][groups + 1] - self._groups[1][groups])
+        number = self._groups[3][groups] + inside - full  # among the rows that are not full pieces
+        items: Ints = self._groups[1][groups] + full + before + (self._ends[number] - before.astype(np.uint32))
+        return items
+
     def _find(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return of each item of some rows its group, its document in the group, and its row among the full pieces.
 

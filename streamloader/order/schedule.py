@@ -100,9 +100,14 @@ class EpochShare:
         return replace(self, gaps=gaps)  # type: ignore[type-var] # a dataclass
 
     @property
+    def blocks(self) -> tuple[int, ...]:
+        """The most samples of each dataset that are fetched together."""
+        raise NotImplementedError
+
+    @property
     def block(self) -> int:
         """The most samples that are fetched together."""
-        raise NotImplementedError
+        return max(self.blocks)
 
     @property
     def samples_before(self) -> int:
@@ -507,9 +512,9 @@ class Share(EpochShare):
         return min(slots, max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
 
     @property
-    def block(self) -> int:
-        """The most samples that are fetched together."""
-        return self.fetch_params.block
+    def blocks(self) -> tuple[int, ...]:
+        """The most samples of each dataset that are fetched together."""
+        return (self.fetch_params.block,)
 
     def plan_bytes(self, resident: bool) -> int:
         """Return the memory of planning, which is less if every field is resident."""

@@ -39,7 +39,8 @@ class SourceIdentity(NamedTuple):
     """A dataset that a run reads, its selected samples, their order, and its version, 0 if that is not known.
 
     `excluded`: the number of samples that `exclude=` left out of the selection. `weights`: what identifies the weights
-    that samples are drawn by, of which an epoch has `num_samples`.
+    that samples are drawn by, of which an epoch has `num_samples`. `packed`: what identifies the rows that the selected
+    samples are packed into, of which there are `num_samples`.
     """
 
     digest: str
@@ -50,11 +51,14 @@ class SourceIdentity(NamedTuple):
     version: int = 0
     excluded: int = 0
     weights: str | None = None
+    packed: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         named = {"digest": self.digest, "split": self.split, "selection": self.selection}
-        others = {name: value for name in ("version", "excluded", "weights") if (value := getattr(self, name))}
+        others = {
+            name: value for name in ("version", "excluded", "weights", "packed") if (value := getattr(self, name))
+        }
         return {**named, "samples": self.num_samples, **others, "order": asdict(self.params)}
 
     @classmethod
@@ -70,8 +74,8 @@ class SourceIdentity(NamedTuple):
             raise StateError(f"the state's order is invalid: {error.problem}", _NEW_RUN) from error
         digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
         version, excluded = (read_value({name: 0, **values}, name, int) for name in ("version", "excluded"))
-        weights = read_value({"weights": None, **values}, "weights", str, type(None))
-        return cls(digest, split, selection, samples, params, version, excluded, weights)
+        weights, packed = (read_value({name: None, **values}, name, str, type(None)) for name in ("weights", "packed"))
+        return cls(digest, split, selection, samples, params, version, excluded, weights, packed)
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -80,7 +84,9 @@ class SourceIdentity(NamedTuple):
         the same samples.
         """
         same_order = all(getattr(self.params, name) == getattr(current.params, name) for name in names)
-        samples = ("selection", "num_samples", "weights") + ("excluded",) * (self.selection != current.selection)
+        samples = ("selection", "num_samples", "weights", "packed") + ("excluded",) * (
+            self.selection != current.selection
+        )
         compared = ("digest",) * (not force) + ("split", *samples) + ("params",) * (not same_order)
         return _differences({name: getattr(self, name) for name in compared}, current)
 
