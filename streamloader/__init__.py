@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamloader.maintenance.versions import diff as diff
     from streamloader.maintenance.versions import log as log
     from streamloader.options import Channels as Channels
+    from streamloader.options import Clips as Clips
     from streamloader.options import Decode as Decode
     from streamloader.options import Layout as Layout
     from streamloader.options import Pack as Pack
@@ -59,7 +60,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",
-    "options": "Channels Decode Layout Pack Pad Patch RetryPolicy Shuffle Window",
+    "options": "Channels Clips Decode Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
     "pytorch.dataset": "Mixture StreamingDataset",

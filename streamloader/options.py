@@ -364,6 +364,40 @@ class Pack(Option):
 
 
 @dataclass(frozen=True)
+class Clips(Option):
+    """The clips that videos are cut into: each is a sample of `frames` frames, `stride` apart.
+
+    A clip begins every `step` frames or seconds (as `unit` says) of a video, by default where the one before it ends.
+    With `unit="seconds"`, `stride` and `step` are seconds, and the frames of a clip are those that are shown at its
+    times. Clips lie within their video: one that is shorter than a clip has none. `size`: the (height, width) to
+    resize frames to, bilinear; None keeps their size, and then all videos must have the same. Raises `UsageError` for
+    invalid values.
+    """
+
+    frames: int = 16
+    stride: int | float = 1
+    step: int | float | None = None
+    unit: Literal["frames", "seconds"] = "frames"
+    size: tuple[int, int] | None = None
+
+    def _validate(self) -> None:
+        _check(self, "frames", is_whole(self.frames), "give a whole number of at least 1")
+        _check(self, "unit", self.unit in ("frames", "seconds"), "choose 'frames' or 'seconds'")
+        for name in ("stride",) if self.step is None else ("stride", "step"):
+            value = getattr(self, name)
+            valid = is_whole(value) if self.unit == "frames" else _is_number(value) and 0 < value < math.inf
+            kind = "a whole number of frames, at least 1" if self.unit == "frames" else "seconds above 0"
+            _check(self, name, valid, f"give {name} as {kind}")
+        is_size = self.size is None or _is_pair(self.size, is_whole)
+        _check(self, "size", is_size, "give size as (height, width), both at least 1")
+
+    @property
+    def starts_every(self) -> int | float:
+        """How many frames or seconds after a clip the next one begins."""
+        return self.frames * self.stride if self.step is None else self.step
+
+
+@dataclass(frozen=True)
 class Pad(Option):
     """How values of different lengths become one array: each is filled up to the longest of its batch.
 

@@ -11,13 +11,14 @@ NAMES = {
     *("open", "Dataset", "Writer", "Field", "Layout", "convert", "StreamingDataset", "Shuffle", "Decode"),
     *("Stats", "errors", "__version__", "Mixture", "Source", "RetryPolicy", "verify", "append", "export"),
     *("Window", "Patch", "Channels", "NumpyDataset", "log", "diff", "add_columns", "Pad", "delete", "Pack"),
+    "Clips",
 }
 
 
 def test_public_names_are_pinned():
     assert set(sl.__all__) == NAMES
     assert set(sl.__all__) <= set(dir(sl))
-    assert len(NAMES) <= 28
+    assert len(NAMES) <= 29
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
@@ -57,6 +58,7 @@ def test_streaming_dataset_takes_what_was_promised():
             "collate": None,
             "bucket_by": None,
             "bucket_steps": 100,
+            "clips": None,
         },
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]

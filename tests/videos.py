@@ -18,6 +18,7 @@ KINDS: dict[str, tuple[str, str, int, dict[str, str]]] = {
     "mpeg4": ("mpeg4", "mov", 10, {"bf": "2"}),
     "vp9": ("libvpx-vp9", "webm", 9, {}),
 }
+FAST = {"libx264": {"preset": "veryfast"}, "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8"}}
 
 
 def encode(
@@ -30,7 +31,12 @@ def encode(
         stream: Any = file.add_stream(codec, rate=30)
         stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.thread_count = 1
-        stream.options = {"g": str(group), "threads": "1", **{k: v for k, v in options.items() if k != "movflags"}}
+        stream.options = {
+            "g": str(group),
+            "threads": "1",
+            **FAST.get(codec, {}),
+            **{k: v for k, v in options.items() if k != "movflags"},
+        }
         if turn:
             stream.set_display_rotation(turn)
         for number in range(frames):

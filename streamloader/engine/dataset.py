@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.faults import detached
 from streamloader.errors import FormatError, StreamloaderError
+from streamloader.format.clips import Clipped, ClipReader
 from streamloader.format.deleted import Remaining
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
@@ -46,7 +47,7 @@ class Dataset:
     store: Store
     manifest: Manifest
     names: tuple[str, ...]
-    selection: Selection | None = None
+    selection: Selection | Clipped | None = None
     arrays: ArrayFields | None = None
     excluded: int = 0
     remaining: Remaining | None = None
@@ -57,7 +58,12 @@ class Dataset:
     def readers(self) -> dict[str, FieldReader | RegionReader]:
         """The reader of each field."""
         if self.arrays is None:
-            return {name: FieldReader(self.store, self.manifest, name, self.remaining) for name in self.names}
+            found: dict[str, FieldReader | RegionReader] = {}
+            for name in self.names:
+                given = self.store, self.manifest, name, self.remaining
+                clips = self.selection if isinstance(self.selection, Clipped) and self.selection.name == name else None
+                found[name] = FieldReader(*given) if clips is None else ClipReader(*given, clips)
+            return found
         layouts = self.layouts
         return {name: RegionReader(self.store, name, layouts[name], self.arrays) for name in self.names}
 
@@ -99,6 +105,8 @@ class Dataset:
 
         For all samples but some it is that of minus the number of all samples, and those that are excluded.
         """
+        if isinstance(self.selection, Clipped):
+            return self.selection.sha256
         numbers: Any = getattr(self.selection, "drawn_from", self.selection)
         if numbers is None:
             return None
@@ -180,7 +188,7 @@ class Dataset:
         None instead of requests that `counted` does not need, unless it is simple to tell that planning sends none.
         """
         reader = self.readers[name]
-        if isinstance(reader, RegionReader):
+        if isinstance(reader, RegionReader | ClipReader):  # clips are planned by the indexes of their videos
             return None, reader.block_bytes(start, stop) if counted else 0
         planned = self.selection is None and self.packed is None
         if not counted and (not planned or not reader.knows_runs(start, stop)):
@@ -194,10 +202,10 @@ class Dataset:
 
 
 def share_readers(datasets: Sequence[Dataset]) -> None:
-    """Let datasets of one version have the same readers, and so one copy of its chunk tables."""
+    """Let datasets of one version have the same readers, and so one copy of its chunk tables; not those of clips."""
     first: dict[tuple[str, str, tuple[str, ...]], Dataset] = {}
     for dataset in datasets:
-        if dataset.arrays is None:
+        if dataset.arrays is None and not isinstance(dataset.selection, Clipped):
             same = first.setdefault((dataset.store.url, dataset.manifest.digest, dataset.names), dataset)
             if same.store.location == dataset.store.location:  # with the same credentials
                 dataset.__dict__["readers"] = same.readers

@@ -233,8 +233,6 @@ MORE_BATCHES = 2
 PART_BYTES = 8 * MIB
 # Fewer bytes are copied here: a message to a worker and its result take longer.
 SMALL_BYTES = 64 << 10
-# Images that a thread decodes at least, one after another.
-PART_IMAGES = 16
 # Added to the position of the first sample of a batch: the key of the random numbers of its `collate`.
 COLLATE = 1 << 63
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
@@ -488,7 +486,8 @@ class Stages:
     def _start_decode(self, batch: Batch, slot_rows: Ints) -> None:
         # each part is two messages for a worker, which other batches keep busy
         most = self._threads if self._executor.workers else 4 * self._threads
-        parts = _divide(len(slot_rows), max(1, min(most, len(slot_rows) // PART_IMAGES)))
+        least = min(decoder.part for decoder in self._config.decoders.values())
+        parts = _divide(len(slot_rows), max(1, min(most, len(slot_rows) // least)))
         names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
         crops = {name: self._buffers.lease((len(slot_rows), 7), "int64") for name in names}
         ended = _countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
@@ -503,6 +502,7 @@ class Stages:
         sizes: Ints | None = None
         outs: Any
         batch.leases += chunks.leases(slot_rows)
+        batch.columns |= decoder.beside(chunks.items(slot_rows))
 
         def lease(shape: tuple[int, ...]) -> NDArray[Any]:
             return self._buffers.lease((count, *shape), decoder.dtype, LIVE_BATCHES)
@@ -512,7 +512,7 @@ class Stages:
             views = {column: lease(shape) for column, shape in decoder.view_shapes.items()}
             batch.columns |= views
             outs = tuple(views.values())
-        elif self._stacks(name) or decoder.options.size is not None:
+        elif self._stacks(name) or decoder.fixed_bytes is not None:
             first = next((item for _, item, _ in self._headers(decoder, items, plan)), items[0])
             outs = lease(decoder.shape(first, int(plan.samples[0])))
             batch.columns[name] = outs[..., 0] if decoder.mask else outs

@@ -204,6 +204,7 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 MAX_PIXELS = 180_000_000
 # Rows below a box that are decoded too, since their chroma is interpolated into it: at most four for each chroma row.
 CHROMA_ROWS = 8
+PART_IMAGES = 16
 
 
 class Scratch(threading.local):
@@ -320,6 +321,15 @@ class ImageDecoder:
         values = None if options.normalization is None else normalized_values(options.normalization)
         crops = [(view.size, view.box) for view in (options.views or {}).values() for _ in range(view.count)]
         return cls(options, fast, opencv, tuple(crops or [(options.size, options.box)]), values, name, mask)
+
+    @property
+    def part(self) -> int:
+        """The number of images that a thread decodes at least, one after another."""
+        return PART_IMAGES
+
+    def beside(self, _items: Sequence[memoryview]) -> dict[str, NDArray[Any]]:
+        """Return columns that are made of the encoded images of a batch: none."""
+        return {}
 
     @property
     def dtype(self) -> str:

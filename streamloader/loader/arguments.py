@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import BatchError, FieldError, FormatError, UsageError
+from streamloader.format.clips import Clipped, read_clips
 from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
@@ -26,6 +27,7 @@ from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
     ON_BAD_SAMPLE,
     REMAINDERS,
+    Clips,
     Collate,
     Decode,
     OnBadSample,
@@ -58,6 +60,7 @@ _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 CollateChoice = None | Collate | Mapping[str, Collate] | Callable[..., Any]
 # a field of variable length, or a function from the lengths of samples by field to one number for each
 BucketChoice = None | str | Callable[[Mapping[str, NDArray[np.int64]]], Any]
+ClipsChoice = None | Mapping[str, Clips]  # of one field of videos
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
@@ -117,6 +120,7 @@ class Arguments(Option):
     collate: CollateChoice
     bucket_by: BucketChoice = None
     bucket_steps: int = 100
+    clips: ClipsChoice = None
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -272,6 +276,32 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
     return np.ascontiguousarray(values, np.uint32)
 
 
+def choose_clips(choice: ClipsChoice, dataset: Dataset, *, chosen: bool) -> Dataset:
+    """Return the dataset whose samples are the clips of its selected videos.
+
+    It has no field of indexes, unless the fields were `chosen`. Raises `UsageError` for samples that are no selection
+    of videos, and as `read_clips`.
+    """
+    if choice is None:
+        return dataset
+    given = list(choice.items()) if isinstance(choice, Mapping) else []
+    if len(given) != 1 or not isinstance(given[0][1], Clips):
+        raise UsageError(f"clips={choice!r:.80}", "name one field of videos: clips={'video': sl.Clips(16, stride=2)}")
+    ((name, clips),) = given
+    if dataset.arrays is not None or dataset.weights_digest is not None:
+        other = "weights=" if dataset.arrays is None else "windows or patches"
+        raise UsageError(f"clips= with {other}", "leave one of them out; where= and exclude= select videos")
+    opened = dataset.store, dataset.manifest, dataset.remaining
+    clipped = read_clips(opened, name, clips, dataset.selection)
+    names = tuple(each for each in dataset.names if chosen or each != f"{name}_index")
+    if name not in names:
+        raise FieldError(f"clips= names {name!r}, which is not fetched", f"add it to fields={list(names)}")
+    columns = {f"{name}_start", f"{name}_times"}
+    if taken := sorted(columns & set(names)):
+        raise FieldError(f"the batch has a column {taken[0]!r} of clips, and the dataset a field", _TWICE)
+    return replace(dataset, selection=clipped, names=names)
+
+
 def choose_versions(
     sources: Sequence[Source], datasets: Sequence[Dataset], saved: Sequence[SourceIdentity]
 ) -> list[Source]:
@@ -318,8 +348,16 @@ def check_names(manifest: Manifest, names: Sequence[str], columns: Sequence[str]
             raise FieldError(f"the dataset has a field {name!r}, and the batch has a column of that name", remedy)
 
 
-def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[str, ImageDecoder]:
-    """Return the decoder of each image field. Raises `FieldError` if there is nothing to decode."""
+def choose_decoders(
+    fields: Mapping[str, Field], choice: DecodeChoice, datasets: Sequence[Dataset] = ()
+) -> dict[str, ImageDecoder]:
+    """Return the decoder of each image field, and of the clips of `datasets`. Raises `FieldError` if there is none."""
+    clipped = [dataset.selection for dataset in datasets if isinstance(dataset.selection, Clipped)]
+    if clipped:
+        from streamloader.images.clips import ClipDecoder
+
+        others = {name: field for name, field in fields.items() if name != clipped[0].name}
+        return {**choose_decoders(others, choice), clipped[0].name: ClipDecoder.of(clipped)}
     if choice is None or choice is False:
         return {}
     from streamloader.images.decode import ENCODINGS, ImageDecoder
@@ -417,9 +455,11 @@ def largest_chunk(manifest: Manifest) -> int:
     return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
 
 
-def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
+def _order_of(manifest: Manifest, selection: Selection | Clipped, block: int | None) -> OrderPin:
     """Return the order of the selected samples, in blocks of `block` of them (None: depends on their density)."""
     count, chunk = len(selection), largest_chunk(manifest)
+    if isinstance(selection, Clipped):
+        return order_pin(count, block or selection.block)
     if block is None:
         chunk_samples = count / _count_chunks(selection, chunk)  # selected ones, on average
         block_samples = nearest_power(chunk_samples * manifest.order.block / chunk)

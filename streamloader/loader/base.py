@@ -306,7 +306,7 @@ class Loader:
         self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
 
     def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
-        decoders = arguments.choose_decoders(self.fields, given.decode)
+        decoders = arguments.choose_decoders(self.fields, given.decode, self._datasets)
         if given.batch_size is None and any(decoder.by_samples for decoder in decoders.values()):
             remedy = "give a batch_size, since the size changes between two batches"
             raise UsageError("Decode(size=) by samples with batch_size=None", remedy)
@@ -348,10 +348,14 @@ class Loader:
         )
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
-        datasets = tuple(self._open_dataset(source, fields) for source in sources)
+        clips, chosen = self._options.clips, fields is not None
+        opened = (self._open_dataset(source, fields) for source in sources)
+        datasets = tuple(arguments.choose_clips(clips, dataset, chosen=chosen) for dataset in opened)
         choice = self._options.bucket_by
         packs = self._choose_packs(datasets[0].fields)
         if any(pack.fit is not None for pack in packs.values()):
+            if clips is not None:
+                raise UsageError("clips= with pack= of rows, Pack(fit=)", "leave one of them out")
             from streamloader.loader.packing import pack_rows
 
             return pack_rows(datasets, packs, self._options)

@@ -16,6 +16,7 @@ from streamloader.loader.arguments import (
     PIECE_BYTES,
     Arguments,
     BucketChoice,
+    ClipsChoice,
     CollateChoice,
     DecodeChoice,
     ExcludeChoice,
@@ -77,6 +78,7 @@ class NumpyDataset(Loader):
         collate: CollateChoice = None,
         bucket_by: BucketChoice = None,
         bucket_steps: int = 100,
+        clips: ClipsChoice = None,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,
@@ -262,6 +264,7 @@ class NumpyMixture(Loader):
         error_log: str | os.PathLike[str] | None = None,
         stall_seconds: float = 120.0,
         collate: CollateChoice = None,
+        clips: ClipsChoice = None,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

@@ -87,6 +87,9 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     or a function of the list of samples. `bucket_by`: the field by whose length, or a function of the lengths by field
     by whose values, batches get samples of like length, within windows of `bucket_steps` steps. `pack`: ragged fields
     whose documents are packed into rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`.
+    `clips`: how videos are cut into the samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8,
+    (batch, frames, height, width, 3)), `video_start`, the first frame of each clip, `video_times`, the seconds of each
+    frame, and the other fields of its video.
     `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed,
     epoch and position. `num_workers`: worker processes that read, decode and transform; 0: threads of this process,
     "auto": one less than this rank's cores, from 4 cores on.

@@ -1,0 +1,351 @@
+"""Clips of videos as samples: their frames, the bytes that they need, their order, and what ends a run."""
+
+import itertools
+import pickle
+import shutil
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import videos
+from hypothesis import given
+from hypothesis import strategies as st
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.engine.dataset import Dataset
+from streamloader.format.clips import Clipped, ClipReader, clip_frames, count_clips
+from streamloader.format.opening import open_root
+from streamloader.format.reader import FieldReader
+from streamloader.format.video import VideoIndex, index_video
+from streamloader.loader.dataset import NumpyMixture
+from streamloader.storage import open_store
+
+KINDS = ("h264", "h264, one key frame", "h264, open groups", "h264, Matroska", "vp9", "hevc")
+CLIPS = {"clips": {"video": sl.Clips(4, stride=3, step=5)}}
+
+
+@pytest.fixture(scope="module")
+def made() -> list[bytes]:
+    return [videos.encode(KINDS[i % 6], frames=20 + 9 * i, seed=i) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def every(made: list[bytes]) -> list[np.ndarray]:
+    return [videos.decode(video)[0] for video in made]
+
+
+@pytest.fixture(scope="module")
+def url(made: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("clips") / "d"
+    with sl.Writer(path, {"video": "video", "label": "int64", "name": "text"}) as out:
+        for number, video in enumerate(made):
+            out.write({"video": video, "label": number, "name": f"video {number}"})
+    return str(path)
+
+
+def dataset(url: str, **given: Any) -> sl.NumpyDataset:
+    return sl.NumpyDataset(**{"url": url, "batch_size": 6, "with_index": True, "num_workers": 0, **CLIPS, **given})
+
+
+def read(url: str, state: Any = None, **given: Any) -> list[list[tuple[int, int]]]:
+    """The (video, first frame) of the valid samples of each batch."""
+    ds = dataset(url, **given)
+    if state is not None:
+        ds.load_state_dict(state)
+    found = [clips_of(batch) for batch in ds]
+    ds.close()
+    return found
+
+
+def clips_of(batch: Any) -> list[tuple[int, int]]:
+    valid = batch.get("valid", np.ones(len(batch["index"]), bool))
+    return [*zip(batch["index"][valid].tolist(), batch["video_start"][valid].tolist(), strict=True)]
+
+
+def flat(batches: list[list[Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable(batches)]
+
+
+# ---- frames
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"memory": "24MB"}, {"shuffle": False}])
+def test_an_epoch_has_each_clip_once_and_its_frames_are_those_of_the_whole_file(options, workers, url, every):
+    seen = []
+    for batch in dataset(url, num_workers=workers, **options):
+        assert batch["video"].shape[1:] == (4, 48, 64, 3)
+        seen += clips_of(batch)
+        columns = ("index", "video", "video_start", "video_times", "label", "name", "video_frames")
+        for index, clip, start, times, label, name, frames in zip(*(batch[name] for name in columns), strict=True):
+            chosen = start + 3 * np.arange(4)
+            assert np.array_equal(clip, every[index][chosen])
+            assert np.allclose(times, chosen / 30, atol=2e-3)
+            assert (label, name, frames) == (index, f"video {index}", len(every[index]))
+    expected = [(i, start) for i, frames in enumerate(every) for start in range(0, len(frames) - 9, 5)]
+    assert sorted(seen) == expected
+    assert (seen == expected) == (options == {"shuffle": False})
+
+
+def test_clips_by_time_have_the_frames_that_are_shown_then(url, every):
+    clips = {"video": sl.Clips(3, stride=0.11, step=0.2, unit="seconds")}
+    seen = 0
+    for batch in dataset(url, clips=clips, remainder="drop", shuffle=False):
+        for index, clip, start, times in zip(
+            *(batch[name] for name in ("index", "video", "video_start", "video_times")), strict=True
+        ):
+            shown = np.floor((start / 30 + np.arange(3) * 0.11 + 0.5 / 30) * 30)  # within one frame
+            numbers = np.rint(times * 30).astype(int)
+            assert np.all(np.abs(numbers - shown) <= 1)
+            assert np.array_equal(clip, every[index][numbers])
+            seen += 1
+    assert seen >= 60
+
+
+INDEXES = [(index_video("v", videos.encode("h264", n), 0)) for n in (1, 7, 40)]
+
+
+@given(st.sampled_from(INDEXES), st.integers(1, 9), st.integers(1, 6), st.integers(1, 50))
+def test_clips_by_frames_are_all_that_lie_within_the_video(indexed, frames, stride, step):
+    index, clips = VideoIndex.parse(indexed[0], ""), sl.Clips(frames, stride, step)
+    (count,) = count_clips(clips, np.array([indexed[1]]), np.array([indexed[2]]))
+    starts = [start for start in range(0, indexed[1], step) if start + (frames - 1) * stride < indexed[1]]
+    assert count == len(starts)
+    for number, start in enumerate(starts):
+        assert clip_frames(clips, number, index).tolist() == [start + stride * i for i in range(frames)]
+
+
+@given(st.sampled_from(INDEXES), st.integers(1, 9), st.integers(1, 30), st.integers(1, 50))
+def test_clips_by_seconds_lie_within_the_video_and_show_the_frames_of_their_times(indexed, frames, stride, step):
+    index, clips = VideoIndex.parse(indexed[0], ""), sl.Clips(frames, stride / 64, step / 64, unit="seconds")
+    (count,) = count_clips(clips, np.array([indexed[1]]), np.array([indexed[2]]))
+    assert count == sum(k * step / 64 + (frames - 1) * stride / 64 < indexed[2] for k in range(300))
+    for number in range(count):
+        times = number * step / 64 + np.arange(frames) * stride / 64
+        expected = [max(i for i, shown in enumerate(index.times) if shown <= time + 1e-6) for time in times]
+        assert clip_frames(clips, number, index).tolist() == expected
+
+
+def test_frames_are_resized_and_given_to_a_transform(url, every):
+    clips = {"video": sl.Clips(2, size=(24, 40))}
+    for batch in dataset(url, clips=clips, transform=lambda sample: {"mean": sample["video"].mean((1, 2))}):
+        assert batch["mean"].shape == (6, 2, 3)
+    batch = next(iter(dataset(url, clips=clips)))
+    assert batch["video"].shape == (6, 2, 24, 40, 3)
+    for index, clip, start in zip(batch["index"], batch["video"], batch["video_start"], strict=True):
+        whole = every[index][start : start + 2].astype(float)
+        small = whole.reshape(2, 24, 2, 64, 3).mean(2).mean(2)
+        assert np.abs(clip.astype(float).mean(2) - small).mean() < 12
+
+
+# ---- bytes
+
+
+def reader_of(url: str, clips: sl.Clips) -> tuple[ClipReader, Clipped]:
+    opened = open_root(open_store(url, {}))
+    clipped = sl.NumpyDataset(url, batch_size=1, clips={"video": clips})._datasets[0].selection
+    assert isinstance(clipped, Clipped)
+    return ClipReader(opened.store, opened.manifest, "video", None, clipped), clipped
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A video of a few hundred kilobytes, with a key frame every 12 frames."""
+    path = tmp_path_factory.mktemp("long") / "d"
+    with sl.Writer(path, {"video": "video"}) as out:
+        out.write({"video": videos.encode("h264", 240, size=(160, 160))})
+    return str(path)
+
+
+def test_only_the_groups_of_pictures_of_a_clip_are_fetched(long):
+    reader, clipped = reader_of(long, sl.Clips(4, stride=2, step=120))
+    (index,) = reader.read_indexes(np.array([0]))
+    size = index.header["size"]
+    assert size > 500_000
+    run, *others = reader.runs_of(clipped[1:2], 1)
+    assert not others
+    assert run.stop - run.start < size / 15  # 12 of 240 frames at most
+    group = slice(120, 132)
+    begin, end = index.starts[group].min(), (index.starts + index.sizes)[group].max()
+    base = run.start - index.starts[120]
+    assert all(base + begin <= start < stop <= base + end for start, stop in run.ranges)
+
+
+def test_groups_between_those_of_a_clip_are_left_out(long):
+    reader, clipped = reader_of(long, sl.Clips(2, stride=200))
+    (run,) = reader.runs_of(clipped[:1], 0)
+    (index,) = reader.read_indexes(np.array([0]))
+    assert len(run.ranges) == 2
+    assert run.stop - run.start < index.header["size"] / 8
+    assert reader.runs_of(clipped[:1], 0)[0].ranges == run.ranges
+    assert sl.NumpyDataset(long, batch_size=1, clips={"video": sl.Clips(2, stride=200)}).num_samples == 1
+    batch = next(iter(sl.NumpyDataset(long, batch_size=1, clips={"video": sl.Clips(2, stride=200)})))
+    assert np.array_equal(batch["video"][0], videos.decode(sl.open(long)[0]["video"])[0][[0, 200]])
+
+
+def test_a_pass_fetches_little_of_the_video(long):
+    size = len(sl.open(long)[0]["video"])
+    with closing(dataset(long, clips={"video": sl.Clips(2, step=500)}, batch_size=1)) as ds:
+        assert len(list(ds)) == 1
+        assert ds.stats().bytes_fetched < size / 10
+
+
+def damage(url: str, copy: Path, begin: int, end: int) -> str:
+    """A copy of a dataset of one video, with other bytes in part of the video."""
+    shutil.copytree(url, copy)
+    path = copy / "video" / "c" / "0"
+    data = bytearray(path.read_bytes())
+    data[8 + begin : 8 + end] = bytes(255 - byte for byte in data[8 + begin : 8 + end])
+    path.write_bytes(data)
+    return str(copy)
+
+
+def test_bytes_that_a_clip_needs_are_checked_and_others_are_not_read(long, tmp_path):
+    reader, _ = reader_of(long, sl.Clips(4))
+    (index,) = reader.read_indexes(np.array([0]))
+    clips = {"video": sl.Clips(4, step=120)}
+    batches = list(dataset(long, clips=clips, batch_size=1, shuffle=False))
+    begin = int(index.starts[24])
+    other = damage(long, tmp_path / "other", begin, begin + 50)
+    for batch, same in zip(batches, dataset(other, clips=clips, batch_size=1, shuffle=False), strict=True):
+        assert np.array_equal(batch["video"], same["video"])
+    begin = int(index.starts[121])
+    own = damage(long, tmp_path / "own", begin, begin + 50)
+    with pytest.raises(errors.CorruptError, match=r"the video of sample 0 in .*video/c/0 is damaged: the checksum of"):
+        list(dataset(own, clips=clips, batch_size=1, shuffle=False))
+    masked = list(dataset(own, clips=clips, batch_size=2, shuffle=False, on_error="mask", max_bad=1.0))
+    assert [batch["error"].tolist() for batch in masked] == [[False, True]]
+    assert np.array_equal(masked[0]["video"][0], batches[0]["video"][0])
+    assert not masked[0]["video"][1].any()
+
+
+def test_items_are_the_same_after_pickling_and_from_split_requests(long):
+    reader, clipped = reader_of(long, sl.Clips(4, stride=2, step=10))
+    (run,) = reader.runs_of(clipped[:5], 0)
+    ((row, items),) = reader.load(run, reader.request(run))
+    assert (row, len(items)) == (0, 5)
+    there = pickle.loads(pickle.dumps(reader))
+    for number, part in enumerate(reader.split(run)):
+        ((row, one),) = there.load(part, there.request(part), None, 0)
+        assert (row, bytes(one[0])) == (number, bytes(items[number]))
+
+
+# ---- the order
+
+
+def test_global_batches_are_the_same_at_any_number_of_ranks(url):
+    whole = read(url, batch_size=12, remainder="drop")
+    assert len(whole) == 5
+    assert read(url, batch_size=12, remainder="drop") == whole
+    for size in (2, 3, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            ranks = [read(url, batch_size=12 // size, remainder="drop", world=(rank, size)) for rank in range(size)]
+        assert [sorted(flat([rank[step] for rank in ranks])) for step in range(len(whole))] == [*map(sorted, whole)]
+
+
+def test_a_run_resumes_exactly_at_any_world_size(url):
+    whole = read(url, batch_size=12, remainder="drop")
+    for stop in (1, 4):
+        with closing(dataset(url, batch_size=12, remainder="drop")) as ds:
+            for _ in zip(range(stop), ds, strict=False):
+                pass
+            state = ds.state_dict()
+        assert len(str(state)) < 2000
+        assert read(url, state, batch_size=12, remainder="drop") == whole[stop:]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            ranks = [read(url, state, batch_size=6, remainder="drop", world=(rank, 2)) for rank in range(2)]
+        assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [*map(sorted, whole[stop:])]
+
+
+def test_steps_are_known_skipped_and_repeated(url):
+    whole = read(url, remainder="drop")
+    with closing(dataset(url, remainder="drop")) as ds:
+        assert [ds.samples(0, step).tolist() for step in range(len(ds))] == [[i for i, _ in step] for step in whole]
+        assert [clips_of(batch) for batch in ds.replay(0, [2, 5])] == [whole[2], whole[5]]
+    assert read(url, remainder="drop", skip_steps={0: [1, 2]}) == [whole[0], *whole[3:]]
+
+
+@pytest.mark.parametrize("change", [sl.Clips(4, stride=3, step=6), sl.Clips(4, stride=2, step=5)])
+def test_a_state_belongs_to_its_clips(change, url):
+    state = dataset(url).state_dict()
+    with pytest.raises(errors.StateError):
+        dataset(url, clips={"video": change}).load_state_dict(state)
+    dataset(url).load_state_dict(state)
+
+
+def test_videos_are_selected_and_deleted(url, tmp_path):
+    whole = set(flat(read(url)))
+    assert set(flat(read(url, where="label >= 3", exclude=[5]))) == {c for c in whole if c[0] >= 3 and c[0] != 5}
+    shutil.copytree(url, tmp_path / "d")
+    sl.delete(tmp_path / "d", where="label == 2")
+    left = {(i - (i > 2), start) for i, start in whole if i != 2}
+    assert set(flat(read(str(tmp_path / "d")))) == left
+
+
+def test_videos_that_are_shorter_than_a_clip_have_none(url, every):
+    clips = {"video": sl.Clips(10, stride=5)}
+    assert {i for i, _ in flat(read(url, clips=clips))} == {i for i, frames in enumerate(every) if len(frames) >= 46}
+
+
+def test_a_mixture_has_the_clips_of_its_sources(url):
+    sources = {sl.Source(url, where="label < 4"): 1, sl.Source(url, where="label >= 4"): 3}
+    with closing(NumpyMixture(sources, batch_size=4, num_workers=0, **CLIPS)) as ds:
+        batches = [*itertools.islice(ds, 4)]
+    assert all(batch["video"].shape == (4, 4, 48, 64, 3) for batch in batches)
+    assert sum(label < 4 for batch in batches for label in batch["label"].tolist()) == 4
+
+
+def test_the_other_readers_of_a_block_of_clips_are_those_of_samples(url):
+    ds = dataset(url, fields=["video", "video_index", "label"])
+    found: Dataset = ds._datasets[0]
+    assert {name: type(reader) for name, reader in found.readers.items()} == {
+        "video": ClipReader,
+        "video_index": FieldReader,
+        "label": FieldReader,
+    }
+    assert "video_index" in next(iter(ds))
+    assert "video_index" not in next(iter(dataset(url)))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"clips": {"label": sl.Clips(2)}}, errors.FieldError, "clips= names 'label', which is int64"),
+        ({"clips": {"film": sl.Clips(2)}}, errors.FieldError, "clips= names 'film', which is not a field"),
+        ({"clips": sl.Clips(2)}, errors.UsageError, r"clips=Clips\(frames=2"),
+        ({"clips": {"video": 16}}, errors.UsageError, "clips={'video': 16}"),
+        ({"clips": {"video": sl.Clips(999)}}, errors.FieldError, "none of 8 videos is as long .* 83 frames"),
+        ({"fields": ["label"]}, errors.FieldError, "'video', which is not fetched"),
+        ({"weights": "label"}, errors.UsageError, "clips= with weights="),
+    ],
+)
+def test_clips_that_cannot_be_made_are_errors(given, kind, message, url):
+    with pytest.raises(kind, match=message):
+        dataset(url, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"frames": 0},
+        {"stride": 0},
+        {"stride": 0.5},
+        {"step": -1},
+        {"unit": "minutes"},
+        {"stride": 0, "unit": "seconds"},
+        {"step": float("inf"), "unit": "seconds"},
+        {"size": 5},
+    ],
+)
+def test_invalid_clips_are_errors(given):
+    with pytest.raises(errors.UsageError, match=r"Clips\("):
+        sl.Clips(**given)
