@@ -150,6 +150,18 @@ class MixedRun(RuleBasedStateMachine):
         wanted = self.open(max(sources, len(self.cursor.sources)), weights[: max(sources, len(self.cursor.sources))])
         self.cursor = wanted.resumed(json.loads(json.dumps(self.cursor.to_dict())), 4)
 
+    @rule(weights=st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5)), ahead=st.integers(0, 60))
+    def set_weights(self, weights: tuple[int, ...], ahead: int) -> None:
+        """From a later position on, as `Mixture.set_weights` does."""
+        before = self.cursor
+        chosen = weights[: len(before.sources)]
+        self.cursor = before.with_weights(before.run_position + ahead, chosen, before.epoch)
+        assert self.cursor.run_position == before.run_position
+        assert self.cursor.epoch == before.epoch
+        last = [[state.phases[-1].weight(source) > 0 for source in range(3)] for state in (before, self.cursor)]
+        if last[0] == last[1] and before.position < before.num_samples:
+            assert self.cursor.anchor == before.anchor  # epochs are counted as before
+
     def load(self, state: dict[str, Any]) -> RunState:
         """The state in a run with the sources and weights that it has."""
         here = self.cursor

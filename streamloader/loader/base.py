@@ -87,7 +87,7 @@ class Pass(Iterator[Columns]):
     """
 
     def __init__(self, loader: Loader, begin: Cursor, left: int | None = None, *, advances: bool = True) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._taking = threading.RLock(), False
         self._format, self._left = loader._format, left
         self._reported = time.perf_counter()
         # with the samples that are still to be reported, and the step whose bad samples are still to be counted
@@ -96,11 +96,26 @@ class Pass(Iterator[Columns]):
         self._begin(loader, begin)
 
     def _begin(self, loader: Loader, begin: Cursor) -> Pipeline:
-        self._cursor, self._last_step = begin, begin.steps_left
+        self._cursor, self._last_step = begin, begin.steps + begin.steps_left
         pipeline = loader._start_pipeline(begin)
         self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
         loader._pass = weakref.ref(self)
         return pipeline
+
+    def go_on(self, change: Callable[[], Cursor]) -> None:
+        """Go on at the cursor that `change` returns, by a new plan; the batches that were prefetched are dropped.
+
+        Raises `UsageError` while a batch is being returned, as in `on_batch`.
+        """
+        wait_for(lambda seconds: self._lock.acquire(timeout=seconds))
+        try:
+            if self._taking or self._loader is None:
+                raise UsageError("set_weights() while a batch is being returned", "call it between two batches")
+            loader, cursor = self._loader, change()
+            self.end()
+            self._begin(loader, cursor)
+        finally:
+            self._lock.release()
 
     def continued(self, loader: Loader, left: int) -> Pass:
         """Return a pass over the `left` batches after those of this one, which has none left."""
@@ -114,8 +129,10 @@ class Pass(Iterator[Columns]):
         """Return the next batch or sample. Raises its error."""
         wait_for(lambda seconds: self._lock.acquire(timeout=seconds))
         try:
+            self._taking = True
             return self._take()
         finally:
+            self._taking = False
             self._lock.release()
 
     def _take(self) -> Columns:
@@ -304,6 +321,7 @@ class Loader:
         self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
         self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
+        self._before_change = 0  # batches of this iteration before `_start` and `_iteration`, if its order changed
 
     def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
         decoders = arguments.choose_decoders(self.fields, given.decode, self._datasets)
@@ -438,7 +456,7 @@ class Loader:
         """
         self._check_caller()
         check_guarded()
-        steps = self._options.steps_per_epoch
+        steps, self._before_change = self._options.steps_per_epoch, 0
         if steps is None:
             at_border = self._own and not self._start.position
             return self._resume_at_border() if at_border else Pass(self, self._begin_pass())
@@ -530,7 +548,11 @@ class Loader:
         without `batches` if DataLoader workers read, since this process does not know their positions.
         """
         world, workers = self._rank, whole("workers", workers)
-        batches = None if batches is None else whole("batches", batches, 0)
+        batches = None if batches is None else whole("batches", batches, 0) - self._before_change
+        if batches is not None and batches < 0:
+            given = batches + self._before_change
+            problem = f"state_dict(batches={given}) is before set_weights(), after {self._before_change} batches"
+            raise StateError(problem, "save the state of a later batch: the epoch begins again with these weights")
         if self._options.steps_per_epoch is not None:
             self._check_no_workers(workers, self._read_by_workers())
             now = self._at if batches is None else self._after(batches)
@@ -573,6 +595,44 @@ class Loader:
         self._set_start(start)
         self._delivered.clear()
         self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)
+        self._before_change = 0
+
+    def _change_order(self, change: Callable[[RunState], RunState]) -> None:
+        """Let the run, also a running pass, go on from here with the order that `change` gives its state."""
+        if self._read_by_workers() or self._in_worker:
+            problem = "set_weights() with DataLoader workers, which have plans of their own"
+            raise UsageError(problem, "give num_workers= to the dataset, not to DataLoader")
+        if self._paused is not None:
+            self._end_pass()
+        run = self._running()
+        if run is not None and run._loader is not None:
+            run.go_on(lambda: self._changed(change, running=True))
+        else:
+            self._changed(change, running=False)
+
+    def _changed(self, change: Callable[[RunState], RunState], *, running: bool) -> Cursor:
+        """Change the order of all states, and return where training is."""
+        at, begun = self._at, self._settled(self._at.start)
+        new = change(self._settled(at.state))
+        if new.anchor == begun.anchor:  # epochs are counted as before
+            start, iteration = (
+                replace(self._settled(state), phases=new.phases) for state in (self._start, self._iteration.state)
+            )
+            moved, before = Cursor(iteration, self._iteration.total), self._before_change
+            now = at._replace(start=replace(begun, phases=new.phases))
+        else:
+            start = replace(self._settled(self._start), phases=new.phases, anchor=new.anchor)
+            start = new if self._epochs.next_epoch() == new.epoch else start
+            now = moved = Cursor(new, at.total)
+            steps = at.steps if self._options.steps_per_epoch is None else at.total - self._iteration.total
+            before = self._before_change + steps
+        if running:
+            share = self._share(now.start, self._rank)
+            now = now._replace(share=arguments.skip(self._skips, now.start, share))
+        else:
+            now = Cursor(new, at.total, at.loaded and not at.steps)
+        self._start, self._iteration, self._at, self._before_change = start, moved, now, before
+        return now
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Deliver some steps of an epoch again, ascending and with the same crops; steps count as in `samples`.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from streamloader.engine.dataset import Dataset
@@ -28,7 +29,7 @@ from streamloader.loader.arguments import (
 )
 from streamloader.loader.base import Loader
 from streamloader.options import Channels, Normalize, OnBadSample, Patch, Remainder, Shuffle, Window, is_whole, whole
-from streamloader.order.state import Batches, check_mixture_options
+from streamloader.order.state import Batches, RunState, check_mixture_options
 from streamloader.stats import BatchReport
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ class NumpyMixture(Loader):
         unit = None if unit is None else whole("unit", unit)
         check_mixture_options(stop, batches, unit)
         chosen, self._shares = choose_sources(sources, schedule, schedule_by)
-        self._schedule_by = schedule_by
+        self._keys, self._schedule_by = tuple(sources), schedule_by
         if weigh is not None and len(chosen) > len(sources):
             raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
         self._weigh, self._unweighed = weigh, self._shares
@@ -280,25 +281,84 @@ class NumpyMixture(Loader):
         check_same_fields(chosen, self._datasets, with_index)
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
-        from streamloader.order.mixture import exact_shares, position_after, whole_weights
+        from streamloader.order.mixture import position_after, whole_weights
 
-        if self._weigh is not None:
-            means = _means(datasets, self._weigh)
-            if not all(means):
-                raise MixtureError(
-                    f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out"
-                )
-            counts = ((step, map(Fraction.__truediv__, shares, means)) for step, shares in self._unweighed)
-            self._shares = tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
+        self._shares = self._of_samples(self._unweighed, datasets)
+        counts_elements = self._schedule_by not in ("steps", "samples")
+        self._means = _means(datasets, self._schedule_by) if counts_elements else []
         weights_by_step = [(step, whole_weights(each)) for step, each in self._shares]
         if len(weights_by_step) == 1 or self._schedule_by == "steps":
             return {"weights_by_step": tuple(weights_by_step)}
         positions = weights_by_step
-        if self._schedule_by != "samples":
-            means, positions = _means(datasets, self._schedule_by), weights_by_step[:1]
+        if counts_elements:
+            positions = weights_by_step[:1]
             for elements, weights in weights_by_step[1:]:
-                positions.append((position_after(elements, positions, means), weights))
+                positions.append((position_after(elements, positions, self._means), weights))
         return {"weights_by_step": tuple(dict(positions).items()), "by_samples": True}
+
+    def _of_samples(self, shares: Shares, datasets: Sequence[Dataset]) -> Shares:
+        """Return the shares of samples; with `weigh=`, those given are of the elements of a field."""
+        from streamloader.order.mixture import exact_shares
+
+        if self._weigh is None:
+            return shares
+        means = _means(datasets, self._weigh)
+        if not all(means):
+            raise MixtureError(f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out")
+        counts = ((step, map(Fraction.__truediv__, each, means)) for step, each in shares)
+        return tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
+
+    def set_weights(self, weights: Weights, *, at: int | None = None) -> int:
+        """Give the sources other weights from `at` on, which counts what `schedule_by` names. Return `at`.
+
+        `at` counts from the beginning of the run; None is the earliest: after the batches that were returned. A source
+        that is not listed has the weight 0. Later weights of the schedule stay. Call it on all ranks after the same
+        batch with the same arguments, otherwise they go on with different orders. The state has the weights from now
+        on, so a run that resumes has them, also before `at`. A running pass goes on by a new plan, and reads what it
+        had prefetched again.
+
+        If a source has no weight at the end that had one, or has one that had none, the current epoch may begin again
+        here. Raises `MixtureError` for invalid weights and an `at` before the earliest, which it names; `UsageError`
+        in `on_batch`, and with DataLoader workers.
+        """
+        from streamloader.order.mixture import whole_weights
+
+        unknown = [key for key in weights if key not in self._keys] if isinstance(weights, Mapping) else [weights]
+        if unknown or not (at is None or is_whole(at, 0)):
+            problem = f"set_weights({weights!r:.60}, at={at!r:.20})"
+            raise MixtureError(problem, f"give weights of the mixture's own sources, and whole {self._schedule_by}")
+        _, shares = choose_sources({key: weights.get(key, 0) for key in self._keys}, None, self._schedule_by)
+        if len(shares) > 1:
+            raise MixtureError("set_weights() with a nested mixture that has a schedule", "name all sources in one")
+        ((_, counts),) = self._of_samples(shares, self._datasets)
+        chosen = []
+
+        def change(state: RunState) -> RunState:
+            earliest, position_of = self._count(state)
+            chosen.append(earliest if at is None else int(at))
+            if chosen[0] < earliest:
+                problem = f"set_weights(at={at}): batches up to {self._schedule_by} {earliest} were returned"
+                raise MixtureError(problem, f"give at={earliest} or later, or leave it out")
+            return state.with_weights(position_of(chosen[0]), whole_weights(counts), self._iteration.state.epoch)
+
+        self._change_order(change)
+        return chosen[0]
+
+    def _count(self, state: RunState) -> tuple[int, Callable[[int], int]]:
+        """Return how much of what the schedule counts came before a state, and what gives the position of a count."""
+        from streamloader.order.mixture import elements_before, position_after
+
+        now, size = state.run_position, self._rank.size * (self._options.batch_size or 1)
+        if self._schedule_by in ("steps", "samples"):
+            unit = size if self._schedule_by == "steps" else 1
+            return -(-now // unit), unit.__mul__
+        means, numbers = self._means, range(len(self._datasets))
+        phases = [(phase.start, [phase.weight(number) for number in numbers]) for phase in state.phases]
+        return ceil(elements_before(now, phases, means)), lambda count: position_after(count, phases, means)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle for workers, without nested mixtures."""
+        return super().__getstate__() | {"_keys": ()}
 
     def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
         """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`.

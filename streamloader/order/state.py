@@ -250,10 +250,34 @@ class RunState:
         """Return the state with the phases `later`, in turns of `unit` samples, from its position on."""
         from streamloader.order.mixture import phases_from
 
-        start = self.mix().bounds(self.epoch)[0] + self.position  # over all epochs of the run
+        start = self.run_position
         earlier = (phase for phase in self.phases if phase.start < start)
         phases, anchor = (*earlier, *phases_from(later, start, unit)), (self.epoch, start)
         return replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
+
+    def with_weights(self, position: int, weights: tuple[int, ...], since: int) -> RunState:
+        """Return the state of a mixture with other weights from the first turn at or after a position of the run on.
+
+        Later phases stay. Epochs are counted as before, if those from `since` on began where they did, and this one is
+        not over: which sources the last phase has decides that. Otherwise this epoch begins again here.
+        """
+        from streamloader.order.mixture import Phase
+
+        before = next(phase for phase in reversed(self.phases) if phase.start <= position)
+        start = before.start + -(-(position - before.start) // before.unit) * before.unit
+        earlier = [phase for phase in self.phases if phase.start < start]
+        later = [phase for phase in self.phases if phase.start > start]
+        changed = replace(self, phases=(*earlier, Phase.of_all(start, before.unit, weights), *later))
+        old, new, epochs = self.mix(), changed.mix(), range(max(since, self.anchor[0]), self.epoch + 1)
+        same = all(old.bounds(epoch)[0] == new.bounds(epoch)[0] for epoch in epochs)
+        if same and self.run_position < new.bounds(self.epoch)[1]:
+            return changed
+        return replace(changed, anchor=(self.epoch, self.run_position)).beginning(self.epoch)
+
+    @property
+    def run_position(self) -> int:
+        """The position of a settled mixture over all epochs of the run."""
+        return self.mix().bounds(self.epoch)[0] + self.position
 
     def advance(self, batches: int, share: EpochShare) -> RunState:
         """Return the state after `batches` more batches of every rank, at most to the end of the epoch.

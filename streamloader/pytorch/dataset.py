@@ -131,6 +131,7 @@ class Mixture(NumpyMixture, TorchLoader):
     `batches="homogeneous"`: each global batch comes from one source. `schedule`: other weights from a step on,
     `{10_000: {a: 0.5, b: 0.5}}`; a source that is not listed has the weight 0. `schedule_by`: what its keys count:
     "steps", "samples" of all ranks, or the elements of a field of variable length, as "tokens", by mean lengths.
+    `set_weights` changes the weights of a run that has begun.
 
     Each source has its own epochs, each with its own order. An epoch of the mixture ends when the first source
     (`stop="first"`) or the last one (`stop="last"`) completes an epoch; the others continue where they are. The last
