@@ -32,7 +32,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt setup.py streamloader/format/_rows.c
+$(STAMP): pyproject.toml constraints.txt setup.py streamloader/format/_rows.c streamloader/order/_packing.c
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: name a Python 3.11 or later, make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "$(PYTHON) is Python %d.%d: streamloader needs 3.11 or later, make PYTHON=..." % v[:2])'
 	@echo "installing into $(VENV), once: a minute or two"

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import reference_order as reference
+from extensions import compiled, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,8 +45,21 @@ def size_of(case: reference.Packing, document: int, piece: int) -> int:
     return min(case.length, case.lengths[document] - piece * case.length)
 
 
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """The function `pack` of the extension as it is here now."""
+    return compiled("streamloader.order._packing", tmp_path_factory.mktemp("extension")).pack
+
+
+@pytest.fixture(params=["python", pytest.param("native", marks=needs_compiler)])
+def either(request, monkeypatch):
+    """Each implementation takes the place of `pack`."""
+    found = packing._pack if request.param == "python" else request.getfixturevalue("native")
+    monkeypatch.setattr(packing, "pack", found)
+
+
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
-def test_rows_equal_the_golden_rows(golden):
+def test_rows_equal_the_golden_rows(golden, either):
     case = next(case for case in reference.PACKINGS if case.name == golden["name"])
     assert rows_of(packed(case)) == [[tuple(item) for item in row] for row in golden["rows"]]
 
@@ -54,6 +68,45 @@ def test_rows_equal_the_golden_rows(golden):
 @given(packings())
 def test_rows_equal_the_reference(case):
     assert rows_of(packed(case)) == reference.rows(case)
+
+
+def plan_of(pack, rests, edges, length):
+    """What `pack` writes, and its number of rows."""
+    out = np.zeros(rests.size, np.uint16), np.zeros(rests.size, np.uint32), np.zeros(edges.size - 1, np.int64)
+    rows = pack(rests, edges, length, out)
+    return rows, out[0].tolist(), out[1][:rows].tolist(), out[2].tolist()
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 63, 64, 255, 256, 4095, 4096, 2**18, 2**30]))
+def test_both_implementations_pack_the_same_rows(native, seed, length):
+    rng = np.random.default_rng(seed)
+    edges = np.append(0, np.cumsum(rng.integers(0, 300, 4)))
+    most = rng.integers(1, length, endpoint=True)
+    rests = rng.integers(0, most, edges[-1], endpoint=True).astype(np.uint32)
+    assert plan_of(native, rests, edges, length) == plan_of(packing._pack, rests, edges, length)
+
+
+INVALID = [
+    *(([5], [0, 1], length) for length in (0, 4, 2**40)),
+    *(([5], edges, 8) for edges in ([], [0, 2], [1, 1], [-1, 1])),
+    *(([5, 5], edges, 8) for edges in ([0, 1], [0, 2, 1, 2])),
+    ([1] * (2**16 + 1), [0, 2**16 + 1], 8),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rests", "edges", "length"), INVALID)
+def test_arrays_that_do_not_match_are_an_error(native, rests, edges, length):
+    rests, edges = np.array(rests, np.uint32), np.array(edges, np.int64)
+    out = np.zeros(rests.size, np.uint16), np.zeros(rests.size, np.uint32), np.zeros(4, np.int64)
+    with pytest.raises(ValueError, match="do not match"):
+        native(rests, edges, length, out)
+    for short in range(3):
+        less = tuple(values[: 0 if number == short else None] for number, values in enumerate(out))
+        with pytest.raises(ValueError, match="do not match"):
+            native(np.ones(2, np.uint32), np.array([0, 2]), 8, less)
 
 
 @settings(max_examples=200, deadline=None)
@@ -96,7 +149,8 @@ def test_rows_can_be_read_anywhere_and_have_costs(case, data):
     chosen = data.draw(st.lists(st.integers(0, len(found) - 1), max_size=20))
     copy = pickle.loads(pickle.dumps(found))
     assert rows_of(copy, chosen) == [whole[row] for row in chosen]
-    assert found.costs.tolist() == [sum(size_of(case, *item) ** 2 for item in row) for row in whole]
+    squares = [sum(size_of(case, *item) ** 2 for item in row) for row in whole]
+    assert found.costs.tolist() == [cost // case.length for cost in squares]
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +160,8 @@ def test_a_block_of_rows_has_these_documents(case, block):
     documents = [[d for d, _ in row] for row in rows_of(found)]
     blocks = [sorted(set().union(*documents[s : s + block])) for s in range(0, len(found), block)]
     assert [found.documents(i * block, min(len(found), (i + 1) * block)).tolist() for i in range(len(blocks))] == blocks
-    assert found.most_documents(block) == max(map(len, blocks))
+    items = [sum(map(len, documents[s : s + block])) for s in range(0, len(found), block)]
+    assert found.most_items(block) == max(items)
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,22 +1,20 @@
 """Copying rows and parsing lengths: the C extension and the Python that stands in for it do the same."""
 
-import importlib.util
 import mmap
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 import numpy as np
 import pytest
+from extensions import compiled, module_with, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
@@ -25,23 +23,13 @@ from streamloader.errors import CorruptError
 from streamloader.format.codecs import pack_items
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "streamloader" / "format" / "_rows.c"
 EXTENSION = "streamloader.format._rows"
 EXTREMES = [-(2**63), -1, 0, 1, 2**31, 2**32, 2**62, 2**63 - 1]
-
-needs_compiler = pytest.mark.skipif(
-    not shutil.which("cc") or sys.platform != "linux" or bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="compiling the extension needs cc, on Linux, and the stable ABI",
-)
 
 
 def rows_with(extension: ModuleType | None) -> ModuleType:
     """The module `rows` as it is where this is the extension; None: where there is none."""
-    spec = importlib.util.find_spec("streamloader.format.rows")
-    module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {EXTENSION: extension}):
-        spec.loader.exec_module(module)
-    return module
+    return module_with("streamloader.format.rows", EXTENSION, extension)
 
 
 PYTHON = rows_with(None)
@@ -50,12 +38,7 @@ PYTHON = rows_with(None)
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     """The module `rows` with the extension as it is here now, not as it was when the package was installed."""
-    path = tmp_path_factory.mktemp("extension") / "_rows.abi3.so"
-    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, f"-I{sysconfig.get_path('include')}", SOURCE, "-o", path], check=True)
-    spec = importlib.util.spec_from_file_location(EXTENSION, path)
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
+    extension = compiled(EXTENSION, tmp_path_factory.mktemp("extension"))
     module = rows_with(extension)
     assert module.copy is extension.copy and PYTHON.copy is PYTHON._copy
     return module
@@ -312,8 +295,9 @@ def test_the_package_builds_with_a_compiler_and_without_one_and_contains_the_sou
     build("build", "--build-base", "without", CC="no-such-compiler")
     assert not list(tmp_path.rglob("*.so")) and list((tmp_path / "without").rglob("rows.py"))
     build("build", "--build-base", "with")
-    assert [path.name for path in tmp_path.rglob("*.so")] == ["_rows.abi3.so"]
+    assert sorted(path.name for path in tmp_path.rglob("*.so")) == ["_packing.abi3.so", "_rows.abi3.so"]
     build("sdist")
     (archive,) = (tmp_path / "dist").iterdir()
     with tarfile.open(archive) as files:
-        assert {"_rows.c", "_rows.pyi", "rows.py", "setup.py"} <= {Path(name).name for name in files.getnames()}
+        names = {Path(name).name for name in files.getnames()}
+        assert {"_rows.c", "_rows.pyi", "rows.py", "_packing.c", "_packing.pyi", "packing.py", "setup.py"} <= names

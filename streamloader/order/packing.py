@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Sizes = NDArray[np.uint32]
-Rows = tuple[NDArray[np.uint16], Sizes, Ints]
+Documents = NDArray[np.uint16]  # by their numbers in their groups
+Rows = tuple[Documents, Sizes, Ints]
+GroupPlan = tuple[Documents, Documents, Sizes, Ints]
 
 GROUP_ROWS = 128
 GROUP_DOCUMENTS = 1 << 16  # so that the number of a document in its group has 16 bits
@@ -42,10 +44,12 @@ class Packed:
     `lengths`: the elements of each document, below 2**32, in arrays that follow one another. Empty documents are left
     out. With `split`, a document that is longer than a row is cut; without, it is left out and counted in `dropped`.
     They are the lengths of the samples `packed_from`, or of all samples of the dataset if it is None. With `costs`,
-    `costs` has the cost of each row, the sum of the squares of the sizes of its items, as int64 of shape (rows,).
+    `costs` has the cost of attention to each row, the sum of the squares of the sizes of its items divided by `length`,
+    rounded down, as uint32 of shape (rows,).
 
     `real` counts the elements in all rows, the rest of which is padding. It takes 2 bytes for each document and each
-    row that is a piece of one document, and 4 for each other row. Raises `SelectionError` if nothing can be packed.
+    row that is a full piece of one, and 4 for each other row; `costs` take 4 for each row. Raises `SelectionError` if
+    nothing can be packed.
     """
 
     def __init__(
@@ -57,23 +61,30 @@ class Packed:
         packed_from: Ints | AllBut | None = None,
         costs: bool = False,
     ) -> None:
-        self.length, self.packed_from, self.dropped, self.real = length, packed_from, 0, 0
+        self.length, self.packed_from, self.dropped, self.real, self._most = length, packed_from, 0, 0, 1
         digest = hashlib.sha256(_LABEL + struct.pack("<Q?", length, split))
-        sizes = self._count(lengths, split, digest.update)
-        parts = [_pack_groups(*group, length, costs) for group in _groups(sizes, GROUP_ROWS * length)]
+        # bytearrays grow in place: with arrays that are concatenated, the most memory would be twice what rows take
+        full, items, ends, spread, sums = bytearray(), bytearray(), bytearray(4), bytearray(), [np.zeros((4, 1), int)]
+        for sizes, edges in _groups(self._count(lengths, split, digest.update), GROUP_ROWS * length):
+            plan = _pack_groups(sizes, edges, length)
+            full += plan[0].data
+            items += plan[1].data
+            ends += plan[2].data
+            sums.append(plan[3])
+            self._most = max(self._most, int(plan[2].max(initial=1)))
+            if costs:
+                spread += _costs(sizes, edges, length, plan).data
         if not self.real:
             problem = f"pack= has no document to pack: {self.dropped} have more than {length} elements, the others none"
             raise SelectionError(problem, "give a larger length, or split=True")
-        self.digest, columns = digest.hexdigest(), list(zip(*parts, strict=True))
-        del parts
-        self.costs = np.concatenate(columns.pop()) if costs else None
+        self.digest, self.costs = digest.hexdigest(), np.frombuffer(spread, np.uint32) if costs else None
         # The full pieces come first in a group. Of each, and of each item of the other rows: its document, by its
         # number in the group. The items of these rows end at `_ends`, modulo 2**32.
-        self._full, self._items = (np.concatenate(columns.pop(0)) for _ in range(2))
-        self._ends = np.concatenate([np.zeros(1, np.uint32), *columns.pop(0)])
+        self._full, self._items = np.frombuffer(full, np.uint16), np.frombuffer(items, np.uint16)
+        self._ends = np.frombuffer(ends, np.uint32)
         np.cumsum(self._ends, dtype=np.uint32, out=self._ends)
         # before each group, and in all: documents, full pieces, items, other rows
-        self._groups = np.concatenate([np.zeros((4, 1), np.int64), *columns.pop(0)], axis=1).cumsum(axis=1)
+        self._groups = np.concatenate(sums, axis=1).cumsum(axis=1)
         self._rows = self._groups[1] + self._groups[3]
 
     def _count(self, lengths: Iterable[NDArray[Any]], split: bool, update: Callable[[Any], None]) -> Iterator[Sizes]:
@@ -116,33 +127,15 @@ class Packed:
         groups, inside, _, _ = self._find(np.arange(start, stop))
         return distinct(self._numbers(groups, inside))
 
-    def most_documents(self, block: int) -> int:
-        """Return the most documents that rows [k * block, (k + 1) * block) have pieces of, over all k."""
-        most, size = 0, max(1, PIECE // block) * block
-        for first in range(0, len(self), size):
-            rows = np.arange(first, min(len(self), first + size))
-            groups, inside, edges, _ = self._find(rows)
-            blocks = np.repeat((rows - first) // block, np.diff(edges)) * (self._groups[0][-1] + 1)
-            pairs = distinct(blocks + self._groups[0][groups] + inside)
-            most = max(most, int(np.bincount(pairs // (self._groups[0][-1] + 1)).max()))
-        return most
-
     def most_items(self, block: int) -> int:
-        """Return the most items that rows [k * block, (k + 1) * block) have, over all k: no fewer than documents."""
-        most, size = 0, PIECE * block
-        for first in range(0, len(self), size):
-            edges = np.append(np.arange(first, min(len(self), first + size), block), min(len(self), first + size))
-            most = max(most, int(np.diff(self._items_before(edges)).max()))
-        return most
-
-    def _items_before(self, rows: Ints) -> Ints:
-        """Return the number of items in the rows before some rows."""
+        """Return the most items that rows [k * block, (k + 1) * block) have, over all k. No fewer than documents."""
+        if block == 1:
+            return self._most
+        rows = np.append(np.arange(0, len(self), block), len(self))
         groups = np.searchsorted(self._rows[:-1], rows, side="right") - 1
-        inside, before = rows - self._rows[groups], self._groups[2][groups]
-        full = np.minimum(inside, self._groups[1][groups + 1] - self._groups[1][groups])
-        number = self._groups[3][groups] + inside - full  # among the rows that are not full pieces
-        items: Ints = self._groups[1][groups] + full + before + (self._ends[number] - before.astype(np.uint32))
-        return items
+        full = np.minimum(self._groups[1][groups] + rows - self._rows[groups], self._groups[1][groups + 1])
+        before = self._groups[2][groups]
+        return int(np.diff(full + before + (self._ends[rows - full] - before.astype(np.uint32))).max())
 
     def _find(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return of each item of some rows its group, its document in the group, and its row among the full pieces.
@@ -203,8 +196,8 @@ def _groups(arrays: Iterable[Sizes], most: int) -> Iterator[tuple[Sizes, Ints]]:
         yield rest, np.array([0, rest.size])
 
 
-def _pack_groups(sizes: Sizes, edges: Ints, length: int, costs: bool) -> tuple[NDArray[Any], ...]:
-    """Return what `Packed` has of some groups: full pieces, items, items of each other row, sums of groups, and costs.
+def _pack_groups(sizes: Sizes, edges: Ints, length: int) -> GroupPlan:
+    """Return what `Packed` has of some groups: full pieces, items, how many each other row has, and sums of groups.
 
     The sums are documents, full pieces, items and other rows of each group, of shape (4, groups).
     """
@@ -215,17 +208,20 @@ def _pack_groups(sizes: Sizes, edges: Ints, length: int, costs: bool) -> tuple[N
     full = np.repeat(inside, pieces[long])
     items, counts = np.empty(np.count_nonzero(rests), np.uint16), np.empty(np.count_nonzero(rests), np.uint32)
     others = np.empty(first.size, np.int64)
-    counts = counts[: pack(rests, edges, length, (items, counts, others))].copy()
-    before = [np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[edges] for values in (pieces, rests > 0)]
-    sums = np.stack([np.diff(edges), *np.diff(before), others])
-    if not costs:
-        return full, items, counts, sums
-    squares = rests[items + np.repeat(first, sums[2])].astype(np.int64) ** 2
-    of_others = np.add.reduceat(squares, np.cumsum(counts, dtype=np.int64) - counts) if counts.size else squares
-    is_full = np.repeat(np.tile([True, False], first.size), sums[[1, 3]].T.reshape(-1))
-    out = np.full(is_full.size, length**2)
-    out[~is_full] = of_others
-    return full, items, counts, sums, out
+    rows = pack(rests, edges, length, (items, counts, others))
+    of_groups = [np.add.reduceat(values, first, dtype=np.int64) for values in (pieces, rests > 0)]
+    return full, items, counts[:rows], np.stack([np.diff(edges), *of_groups, others])
+
+
+def _costs(sizes: Sizes, edges: Ints, length: int, plan: GroupPlan) -> Sizes:
+    """Return the cost of each row of some groups, whose plan is that of `_pack_groups`."""
+    _, items, counts, sums = plan
+    squares = (sizes[items + np.repeat(edges[:-1], sums[2])] % np.uint32(length)).astype(np.uint64) ** 2
+    costs = np.full(int(sums[[1, 3]].sum()), length, np.uint32)
+    if counts.size:
+        is_full = np.repeat(np.tile([True, False], edges.size - 1), sums[[1, 3]].T.reshape(-1))
+        costs[~is_full] = np.add.reduceat(squares, np.cumsum(counts, dtype=np.int64) - counts) // np.uint64(length)
+    return costs
 
 
 def _pack(rests: Sizes, edges: Ints, length: int, out: Rows) -> int:
