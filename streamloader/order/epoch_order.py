@@ -65,8 +65,10 @@ def permute(values: NDArray[np.int64], size: int, key: int, *, inverse: bool = F
     network = partial(_network, half_bits=half_bits, round_keys=round_keys, inverse=inverse)
     x = network(values.astype(np.uint64))
     outside = np.flatnonzero(x >= np.uint64(size))
+    small = outside.size and 4**half_bits <= FEW_KEYS  # then all of it takes hardly longer than one value
+    again = network(np.arange(4**half_bits, dtype=np.uint64)).__getitem__ if small else network
     while outside.size:
-        x[outside] = network(x[outside])
+        x[outside] = again(x[outside])
         outside = outside[x[outside] >= np.uint64(size)]
     return x.astype(np.int64)
 

@@ -35,20 +35,27 @@ def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> Ints:
     w[2] of the epoch plus the number of the window.
     """
     steps, group, lengths = bucket
-    out = positions.copy()
-    for window in distinct(positions // (steps * group)).tolist():
-        begin, end = window_bounds(bucket, order, window * steps * group)
-        rows = np.flatnonzero((positions >= begin) & (positions < end))
-        if not rows.size:
-            continue
-        count = (end - begin) // group
-        step, place = np.divmod(positions[rows] - begin, group)
-        moved = begin + permute(np.arange(count), count, order.group_key(window))[step] * group + place
-        lanes = moved % order.lanes
-        for lane in distinct(lanes).tolist():
-            mine = np.flatnonzero(lanes == lane)
-            first = begin + (lane - begin) % order.lanes
-            low, high = first // order.lanes, first // order.lanes + -(-(end - first) // order.lanes)
-            ranked = np.argsort(lengths(order.samples(order.emit(lane, low, high))), kind="stable")
-            out[rows[mine]] = first + ranked[(moved[mine] - first) // order.lanes] * order.lanes
+    size, whole = steps * group, order.num_samples // group * group
+    out, rows = positions.copy(), np.flatnonzero(positions < whole)
+    moved = positions[rows]
+    windows = moved // size
+    for window in distinct(windows).tolist():
+        inside, begin = windows == window, window * size
+        count = (min(begin + size, whole) - begin) // group
+        step, place = np.divmod(moved[inside] - begin, group)
+        moved[inside] = begin + permute(np.arange(count), count, order.group_key(window))[step] * group + place
+    # the windows of a lane together, since finding samples costs as much as the shuffle's window is long
+    begin, end = int(windows.min(initial=0)) * size, min((int(windows.max(initial=-1)) + 1) * size, whole)
+    lanes = moved % order.lanes
+    for lane in distinct(lanes).tolist():
+        mine = np.flatnonzero(lanes == lane)
+        first = begin + (lane - begin) % order.lanes
+        low, high = first // order.lanes, first // order.lanes + -(-(end - first) // order.lanes)
+        keys = lengths(order.samples(order.emit(lane, low, high)))
+        keys = keys.astype(np.uint16) if keys.max(initial=0) < 1 << 16 else keys  # numpy sorts 16 bits by radix
+        edges = [-((first - at) // order.lanes) for at in range(begin + size, end, size)]
+        ranked = [
+            at + np.argsort(part, kind="stable") for at, part in zip([0, *edges], np.split(keys, edges), strict=True)
+        ]
+        out[rows[mine]] = first + np.concatenate(ranked)[(moved[mine] - first) // order.lanes] * order.lanes
     return out
