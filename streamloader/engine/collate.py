@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
@@ -153,13 +154,12 @@ def padded_widths(pad: Pad, lengths: Ints, step_rows: int) -> list[int | None]:
     return [pad.padded(size) for size in longest.tolist()]
 
 
-def divided(array: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """Return what an array has for each step, of these shapes of its first axis: a tuple, or the array of one step."""
-    parts, begin = [], 0
-    for shape in shapes:
-        parts.append(array[begin : begin + math.prod(shape)].reshape(*shape, *array.shape[1:]))
-        begin += math.prod(shape)
-    return tuple(parts) if len(parts) > 1 else parts[0]
+def divided(array: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    """Return parts of an array, one after another, each with its first axis in one of these shapes."""
+    ends = list(accumulate(map(math.prod, shapes)))
+    begins = [0, *ends][: len(ends)]
+    parts = [array[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return [part.reshape(*shape, *array.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def padded_columns(name: str, out: NDArray[Any], sizes: Ints, pad: Pad) -> dict[str, Any]:

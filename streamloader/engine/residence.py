@@ -198,7 +198,7 @@ class Chunks:
             steps, part = slice(first, first + step_rows), edges[first : first + step_rows + 1] - edges[first]
             columns.append(self._lease_ragged(part // field.item_bytes, buffers))
             copies.append(Copy(flat(columns[-1].values), self._arena.bytes, starts[steps], part[:-1], sizes[steps]))
-        return {self.name: columns[0] if len(columns) == 1 else tuple(columns)}, copies
+        return {self.name: _of_steps(columns)}, copies
 
     def _objects(self, slot_rows: Ints, plan: BatchPlan) -> list[Any]:
         """Return rows as bytes or str."""
@@ -227,11 +227,11 @@ class Chunks:
         out = buffers.lease((count, *self.field.shape), self.field.dtype)
         whole, arena = (0, out.nbytes), self._arena.bytes
         copies = [Copy(out, arena, starts, at * item, lengths * item, padded=whole, value=pad.value)]
-        columns = {self.name: divided(out, shapes), self.name + LENGTHS: lengths}
+        columns = {self.name: _of_steps(divided(out, shapes)), self.name + LENGTHS: lengths}
         if pad.mask:
             mask, true = buffers.lease((count,), "bool"), buffers.lease((int(lengths.max(initial=0)),), "bool")
             true[...] = True
-            columns[self.name + MASK] = divided(mask, shapes)
+            columns[self.name + MASK] = _of_steps(divided(mask, shapes))
             copies.append(Copy(mask, true, np.zeros_like(at), at, lengths, padded=(0, count)))
         return columns, copies
 
@@ -258,6 +258,11 @@ class Chunks:
         """Raise `DecodeError` for the first row that is invalid."""
         for error in self.invalid(slot_rows, plan).values():
             raise error
+
+
+def _of_steps(columns: Sequence[Any]) -> Any:
+    """Return the column of a plan, given one for each step."""
+    return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 def _request_demand(readers: Sequence[FieldReader], block: int, mean: float) -> Demand:

@@ -25,6 +25,7 @@ from streamloader.engine.collate import (
     LENGTHS,
     collate,
     collate_rows,
+    divided,
     made,
     pad_arrays,
     padded_columns,
@@ -169,13 +170,28 @@ def decode_images(
                 elif inside is None:
                     decoder.decode(data, sample, out, draws, crop)
                 else:
-                    out[...] = pad.value
-                    out[place(pad, inside, out.shape[:2])] = decoder.decode(data, sample, None, draws, crop)
+                    _decode_padded(decoder, (data, sample, draws, crop), out, inside, pad)
         except DecodeError as error:
             if not tolerant:
                 raise
             bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
     return time.thread_time() - begin, bad
+
+
+def _decode_padded(
+    decoder: ImageDecoder, image: tuple[Any, ...], out: NDArray[Any], inside: Sequence[int], pad: Pad
+) -> None:
+    """Decode an image of the size `inside` into a larger array, and fill what is around it."""
+    data, sample, draws, crop = image
+    rows, columns = place(pad, inside, out.shape[:2])
+    for around in (out[: rows.start], out[rows.stop :], out[rows, : columns.start], out[rows, columns.stop :]):
+        around[...] = pad.value
+    part = out[rows, columns]
+    whole = part.flags.c_contiguous  # decoders write whole images
+    pixels = part if whole else decoder.scratch.array("padded", part.nbytes).view(part.dtype).reshape(part.shape)
+    decoder.decode(data, sample, pixels, draws, crop)
+    if not whole:
+        part[...] = pixels
 
 
 # of an image that does not decode: its first pixel
@@ -521,8 +537,9 @@ class Stages:
             outs = lease((*padded_sizes(name, rule, sizes, plan.samples.tolist()), decoder.options.channels))
             batch.columns |= padded_columns(name, outs[..., 0] if decoder.mask else outs, sizes, rule)
         else:
-            shapes = ((*size, decoder.options.channels) for size in self._sizes(decoder, items, plan).tolist())
-            outs = [self._buffers.lease(shape, decoder.dtype) for shape in shapes]
+            shapes = [(*size, decoder.options.channels) for size in self._sizes(decoder, items, plan).tolist()]
+            whole = self._buffers.lease((sum(map(math.prod, shapes)),), decoder.dtype, LIVE_BATCHES)
+            outs = divided(whole, shapes)
             batch.columns[name] = [out[..., 0] for out in outs] if decoder.mask else [*outs]
         pad = rule if isinstance(rule, Pad) else Pad()
         images, masks = (shared, chunks.table[slot_rows], outs, sizes, pad), decoder.options.masks
