@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_order as reference
+from commands import run
 from test_bad_samples import damage
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.cli.measure import parse_packs
 from streamloader.loader.dataset import NumpyMixture as Mixture
+from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
 
 N, LENGTH, PAD = 700, 64, -1
 LAYOUT = sl.Layout(chunk_size=1 << 10, block_size=1 << 12, samples_per_shard=64)
@@ -299,3 +302,19 @@ def test_fields_of_different_lengths_and_rows_without_documents_are_errors(tmp_p
     for given in ({"fit": "first"}, {"split": False}, {"balance": "attention"}, {"fit": "best", "split": 1}):
         with pytest.raises(errors.UsageError):
             sl.Pack(64, **given)
+
+
+def test_a_plan_has_the_rows_and_their_padding(corpus, capsys):
+    given = "--fields", "tokens", "--pack", "tokens=64", "--no-split", "--batch-size", 8
+    _, shown, _ = run(capsys, "plan", corpus, *given)
+    dataset = stream(corpus, pack={"tokens": sl.Pack(64, fit="best", split=False)})
+    assert f"{dataset.num_samples:,} samples" in shown
+    assert f"{dataset.dropped} longer documents are left out" in shown
+    options = ForecastOptions(batch_size=8, fields=("tokens",), pack={"tokens": PACK})
+    planned = forecast(corpus, options)
+    tokens = sum(map(length_of, range(N)))
+    assert planned.packed == PackedRows(64, N, 0, 1 - tokens / (planned.num_samples * 64))
+    assert len(take(stream(corpus, memory=planned.least_memory))) == planned.steps
+    assert forecast_mixture([(corpus, 1.0)], options).num_samples == planned.num_samples
+    with pytest.raises(errors.UsageError, match="--pack"):
+        parse_packs("tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
 from streamloader.cli.show import counted, display, print_table, show_bytes
 from streamloader.errors import UsageError
-from streamloader.options import Channels, Sampling, Shuffle
+from streamloader.options import Channels, Pack, Sampling, Shuffle
 
 if TYPE_CHECKING:
     from streamloader.measure.bench import BenchProgress
@@ -51,6 +51,17 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
     return text
 
 
+def parse_packs(text: str) -> dict[str, int]:
+    """Parse `tokens=2049` or `tokens=2049,loss_mask=2049` into lengths by field. Raises `UsageError`."""
+    packs = {}
+    for part in text.split(","):
+        name, by, length = part.strip().rpartition("=")
+        if not by or not length.isdigit():
+            raise UsageError(f"--pack {text!r}", "write a field and the length of its rows: tokens=2049")
+        packs[name] = int(length)
+    return packs
+
+
 @click.command()
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @option(
@@ -74,6 +85,12 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
 @shared.exclude_option
 @option("--bucket-by", help="The field by whose length batches get samples of like length.")
 @option("--bucket-steps", type=int, default=100, help="Steps among which samples exchange their places.")
+@option(
+    "--pack",
+    parse=parse_packs,
+    help="The field and the length of the rows that documents are packed into: tokens=2049.",
+)
+@option("--no-split", is_flag=True, help="Leave documents out that are longer than a row.")
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
@@ -97,6 +114,7 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     sampling, weights = arrays.take_sampling(options), options.pop("weights")
     mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
     options["replacement"] = not options.pop("no_replacement")
+    options["pack"] = _packs(options["pack"], split=not options.pop("no_split"))
     if isinstance(weights, str) and len(urls) == 1:
         options["weights"], weights = weights, None
     mixed = weights is not None or len(urls) > 1 or bool(mixture)
@@ -120,6 +138,14 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
         draw(planned, plot)
 
 
+def _packs(lengths: Mapping[str, int] | None, *, split: bool) -> dict[str, Pack] | None:
+    if lengths is None and not split:
+        raise UsageError("--no-split without --pack", "give both, or leave it out: --pack tokens=2049 --no-split")
+    if lengths is None:
+        return None
+    return {name: Pack(length, fit="best", split=split) for name, length in lengths.items()}
+
+
 def forecast_lines(planned: Forecast) -> list[str]:
     """Return the forecast as lines of text."""
     mixed = [
@@ -130,6 +156,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
     return [
         f"{planned.url}: {planned.num_samples:,} samples",
         *_copies_lines(planned),
+        *_packed_line(planned),
         _steps_line(planned),
         f"order     blocks of {planned.block:,} samples, {planned.lanes} lanes, a window of {planned.window:,} in each",
         *_more_lanes(planned),
@@ -154,6 +181,13 @@ def _copies_lines(planned: Forecast) -> Iterator[str]:
     if shares:
         more = f", ... ({len(shares):,} classes)" if len(shares) > SHARES else ""
         yield f"          {', '.join(shares[:SHARES])}{more}"
+
+
+def _packed_line(planned: Forecast) -> Iterator[str]:
+    if (packed := planned.packed) is not None:
+        left_out = f"; {packed.dropped:,} longer documents are left out" if packed.dropped else ""
+        documents = f"rows of {packed.length:,} elements, of {packed.documents:,} documents"
+        yield f"packing   {documents}, {packed.padding:.2%} of them padding{left_out}"
 
 
 def _padding_line(planned: Forecast) -> Iterator[str]:

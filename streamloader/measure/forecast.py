@@ -22,7 +22,7 @@ from streamloader.measure.arrays import (
     array_reads,
     rechunking,
 )
-from streamloader.options import Sampling, Shuffle
+from streamloader.options import Pack, Sampling, Shuffle
 from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
 from streamloader.order.mixture import MixShare
 from streamloader.order.schedule import EpochShare, Share, World
@@ -59,6 +59,19 @@ class Copies:
     samples: int
     most: int
     shares: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of `length` elements that `documents` are packed into, of which `padding` is the share of padding.
+
+    `dropped`: the documents that are left out, since they are longer than a row.
+    """
+
+    length: int
+    documents: int
+    dropped: int
+    padding: float
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,7 @@ class ForecastOptions:
     sampling: Sampling = field(default_factory=Sampling)
     bucket_by: str | None = None
     bucket_steps: int = 100
+    pack: Mapping[str, Pack | int] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1:
@@ -157,7 +171,7 @@ class ForecastOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
-        shared = {name: getattr(self, name) for name in ("batch_size", "fields", "shuffle", "memory")}
+        shared = {name: getattr(self, name) for name in ("batch_size", "fields", "shuffle", "memory", "pack")}
         return shared | {"world": (0, self.world_size)}
 
     def source(self, url: str) -> Source:
@@ -198,7 +212,8 @@ class Forecast(EpochForecast):
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset.
     `rank`, `together`: how the batch of a rank and the global batch mix; `better`: lanes with which they mix better.
     `copies`: what is drawn by weights. `padding`: the share of padding in the batches of a rank, in buckets and
-    without; None if there are no buckets.
+    without; None if there are no buckets. `packed`: how documents are packed, for a dataset whose samples are packed
+    rows.
     `drawn`: the block of each row of the first global batches. `arrays`: what is read of each array, for a dataset that
     is read as arrays, `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after
     which less is read or batches mix better. `memory_alone`: the least memory that a single rank needs to resume such a
@@ -222,6 +237,7 @@ class Forecast(EpochForecast):
     rechunking: Rechunking | None
     copies: Copies | None
     padding: tuple[float, float] | None
+    packed: PackedRows | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,6 +283,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         copies=_copies(dataset, options.weights),
         padding=_padding(dataset, loader._first_share()),
+        packed=_packed(dataset),
         drawn=_first_blocks(share, params.block),
     )
 
@@ -285,6 +302,15 @@ def _padding(dataset: Dataset, share: EpochShare) -> tuple[float, float] | None:
         padded = sum(lengths.size * int(lengths.max()) for lengths in rows)
         found.append(1 - sum(int(lengths.sum()) for lengths in rows) / max(1, padded))
     return found[0], found[1]
+
+
+def _packed(dataset: Dataset) -> PackedRows | None:
+    """Return how the documents of a dataset are packed, None if they are not."""
+    packed, selection = dataset.packed, dataset.selection
+    if packed is None:
+        return None
+    documents = dataset.manifest.num_remaining if selection is None else len(selection)
+    return PackedRows(packed.length, documents, packed.dropped, 1 - packed.real / (len(packed) * packed.length))
 
 
 def _copies(dataset: Dataset, weights: WeightsChoice) -> Copies | None:
@@ -401,7 +427,8 @@ class Reads(NamedTuple):
 
 
 def _engine(loader: NumpyDataset | NumpyMixture, options: ForecastOptions) -> Engine:
-    return Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here), Counters())
+    config = LoaderConfig(memory=options.memory, ranks_here=options.ranks_here, packs=loader._config.packs)
+    return Engine(loader._datasets, config, Counters())
 
 
 def _epoch(

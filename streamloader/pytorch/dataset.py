@@ -86,7 +86,9 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `collate`: how values of different sizes form a batch: "pad" or a `Pad`, "list", "nested", a dict of these by field,
     or a function of the list of samples. `bucket_by`: the field by whose length, or a function of the lengths by field
     by whose values, batches get samples of like length, within windows of `bucket_steps` steps. `pack`: ragged fields
-    whose documents are packed into rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`.
+    whose documents are packed into rows of one length. With `{"tokens": Pack(2049, fit="best")}` rows are the samples,
+    and batches of every rank have the shape (batch_size, 2049); a batch also has `tokens_documents`,
+    `tokens_positions` and `tokens_cu_seqlens`. `{"tokens": 2049}` packs each batch, in rows whose number varies.
     `clips`: how videos are cut into the samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8,
     (batch, frames, height, width, 3)), `video_start`, the first frame of each clip, `video_times`, the seconds of each
     frame, and the other fields of its video.
