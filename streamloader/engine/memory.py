@@ -90,6 +90,9 @@ class Memory:
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         self._documents: dict[int, Ints] = {}  # of packed rows, by ticket, until they have a slot
+        lengths = [pack.length for pack in packs.values() if isinstance(pack, Pack)]
+        self.numbers = arena.array((max(lengths, default=1),), "int32")  # the positions of a packed row
+        self.numbers[:] = np.arange(len(self.numbers))
         # the number of the slot and that of the document in each slot row: they ascend, also from slot to slot
         self._keys = np.zeros(slots * block if rows is not None else 0, np.int64)
         self._keys[:] = np.arange(len(self._keys)) // block << DOCUMENT_BITS | LAST_DOCUMENT

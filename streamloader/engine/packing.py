@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.engine.arena import Buffers
 from streamloader.engine.budget import LIVE_BATCHES
@@ -66,12 +67,20 @@ def rows_of_items(edges: Ints) -> Ints:
 
 
 def gather_rows(
-    fields: Mapping[Chunks, Pack], items: Items, slot_rows: Ints, plan: BatchPlan, *, segments: int, buffers: Buffers
+    fields: Mapping[Chunks, Pack],
+    items: Items,
+    slot_rows: Ints,
+    plan: BatchPlan,
+    *,
+    numbers: NDArray[Any],
+    segments: int,
+    buffers: Buffers,
 ) -> tuple[Gathered, int]:
     """Return the columns of packed rows with what must be copied to them, and the number of elements that are padding.
 
     `fields`: how each is packed, all alike. `slot_rows`: where the document of each item is, see `residence.py`.
-    `segments`: the most of a row. The document of an item without bytes is bad, and the item is left out of its row.
+    `numbers`: of the positions of a row, in the arena. `segments`: the most of a row. The document of an item without
+    bytes is bad, and the item is left out of its row.
 
     Raises `DecodeError` for bytes that are invalid for their field, `CorruptError` for documents that do not fit into
     their rows, so that the table of lengths must be wrong.
@@ -107,11 +116,10 @@ def gather_rows(
     documents, nonempty = np.insert(documents, edges[1:], -1), of_segments > 0
     documents, of_segments = documents[nonempty], of_segments[nonempty]
     starts = np.cumsum(of_segments) - of_segments
-    positions = np.arange(count * length, dtype=np.int32)
-    positions -= np.repeat(starts.astype(np.int32), of_segments)
-    positions[gaps] = 0
-    name = next(iter(fields)).name
-    columns[name + POSITIONS] = positions.reshape(count, length)
+    name, size = next(iter(fields)).name, numbers.itemsize
+    columns[name + POSITIONS] = positions = buffers.lease((count, length), numbers.dtype.name, LIVE_BATCHES)
+    positions.reshape(-1)[gaps] = 0
+    copies.append(Copy(flat(positions), flat(numbers), np.zeros_like(at), at * size, sizes * size))
     columns[name + DOCUMENTS] = np.repeat(documents, of_segments).reshape(count, length)
     columns[name + CU_SEQLENS] = _cu_seqlens(starts, plan, length, segments)
     return (columns, copies), len(gaps)

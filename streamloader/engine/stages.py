@@ -414,7 +414,7 @@ class Stages:
         """
         chunks = {field.name: field for field in self._gathered if isinstance(field, Chunks)}
         fields = {chunks[name]: pack for name, pack in self._config.rows.items()}
-        given: dict[str, Any] = {"segments": segments, "buffers": self._buffers}
+        given: dict[str, Any] = {"segments": segments, "buffers": self._buffers, "numbers": self._blocks.numbers}
         while True:
             plan = batch.plan
             documents, _, edges = items = find(plan.samples)
