@@ -91,8 +91,12 @@ class Dataset:
     @property
     def num_samples(self) -> int:
         """The number of selected samples, or of rows that they are packed into."""
-        chosen = self.selection if self.packed is None else self.packed
-        return self.manifest.num_remaining if chosen is None else len(chosen)
+        return self.num_documents if self.packed is None else len(self.packed)
+
+    @property
+    def num_documents(self) -> int:
+        """The number of selected samples, also if they are packed into rows."""
+        return self.manifest.num_remaining if self.selection is None else len(self.selection)
 
     @property
     def num_numbers(self) -> int:
@@ -229,7 +233,7 @@ def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
 
     Samples that epoch e draws by weights have numbers from e times the number of selected samples on.
     """
-    selections = [None if dataset.packed else dataset.selection for dataset in datasets]
+    selections = [dataset.selection if dataset.packed is None else None for dataset in datasets]
     weighted = [dataset.weights_digest is not None for dataset in datasets]
     total = sum(dataset.num_samples for dataset in datasets)
     selected_from, all_from = (np.array(first_samples(datasets, selected=each)) for each in (True, False))

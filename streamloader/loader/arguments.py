@@ -433,8 +433,7 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
     manifest, selection = dataset.manifest, dataset.selection
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
     if dataset.packed is not None:
-        documents = manifest.num_remaining if selection is None else len(selection)
-        pinned = _order_of_rows(dataset, dataset.packed, pinned.block / documents, config.block)
+        pinned = _order_of_rows(dataset, dataset.packed, pinned.block / dataset.num_documents, config.block)
     if config.block is config.window is None and dataset.arrays is not None and dataset.arrays.order is not None:
         pinned = dataset.arrays.order
     block = config.block or pinned.block
@@ -472,14 +471,16 @@ def _order_of(manifest: Manifest, selection: Selection | Clipped, block: int | N
 def _order_of_rows(dataset: Dataset, packed: Packed, share: float, block: int | None) -> OrderPin:
     """Return the order of packed rows, in blocks of `block` of them, or by default of a `share` of them.
 
-    Documents of a group share rows, so that smaller blocks than a group would read most of it each.
+    A block reads about a group and a chunk more documents than its rows have, so by default it has several of these.
     """
-    count = len(packed)
     from streamloader.order.packing import GROUP_ROWS
 
+    count, documents = len(packed), dataset.num_documents
     if block is None:
+        chunk_rows = max(layout.chunk for layout in dataset.layouts.values()) * count / documents
+        least = nearest_power(max(GROUP_ROWS, LEAST_CHUNKS * chunk_rows))
         block = min(nearest_power(share * count), max(1, next_power(count) // BLOCKS))
-        block = max(block, min(GROUP_ROWS, next_power(count) // LEAST_BLOCKS), 1)
+        block = max(block, min(least, next_power(count) // LEAST_BLOCKS), 1)
     order = order_pin(count, block, packed.real * sum(field.item_bytes for field in dataset.fields.values()))
     return replace(order, lanes=min(order.lanes, dataset.manifest.order.lanes))
 
@@ -507,7 +508,8 @@ def check_share(share: EpochShare) -> None:
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
 
 
-# The least number of blocks of packed rows: more only if each has a group of documents.
+# Chunks in a block of packed rows, unless an epoch then has fewer blocks than the least.
+LEAST_CHUNKS = 4
 LEAST_BLOCKS = 16
 # The numbers of samples are handled in pieces of this many bytes.
 PIECE_BYTES = 32 << 20

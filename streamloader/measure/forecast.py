@@ -306,11 +306,11 @@ def _padding(dataset: Dataset, share: EpochShare) -> tuple[float, float] | None:
 
 def _packed(dataset: Dataset) -> PackedRows | None:
     """Return how the documents of a dataset are packed, None if they are not."""
-    packed, selection = dataset.packed, dataset.selection
-    if packed is None:
+    if (packed := dataset.packed) is None:
         return None
-    documents = dataset.manifest.num_remaining if selection is None else len(selection)
-    return PackedRows(packed.length, documents, packed.dropped, 1 - packed.real / (len(packed) * packed.length))
+    return PackedRows(
+        packed.length, dataset.num_documents, packed.dropped, 1 - packed.real / (len(packed) * packed.length)
+    )
 
 
 def _copies(dataset: Dataset, weights: WeightsChoice) -> Copies | None:
