@@ -64,6 +64,16 @@ def test_the_index_has_the_bytes_of_each_frame_with_their_checksum():
     assert index_video("video", video, 0)[0] == blob
 
 
+def test_frames_outside_of_the_edit_list_are_not_shown():
+    video = bytearray(videos.encode("h264", 40))
+    at = video.index(b"elst") + 16
+    video[at : at + 4] = (int.from_bytes(video[at : at + 4], "big") + 5 * 512).to_bytes(4, "big")
+    every, _ = videos.decode(bytes(video))
+    index = indexed(bytes(video))
+    assert (len(index.pts), len(index.shown), len(every)) == (40, 35, 35)
+    assert np.array_equal(frames_of(index, bytes(video), [0, 1, 2, 30]), every[[0, 1, 2, 30]])
+
+
 @pytest.mark.parametrize("turn", [90, 180, 270])
 def test_a_video_that_is_stored_turned_is_decoded_upright(turn):
     video = videos.encode("h264", 5, turn=turn)
@@ -161,6 +171,16 @@ def test_a_video_that_cannot_be_read_is_a_bad_sample(tmp_path):
         sl.convert(tmp_path / "a", tmp_path / "d", workers=0)
     report = sl.convert(tmp_path / "a", tmp_path / "d", workers=0, on_error="skip")
     assert (report.manifests[""].num_samples, report.num_left_out) == (2, 1)
+
+
+def test_videos_are_added_to_a_dataset_as_a_field(tmp_path):
+    made = [videos.encode(frames=5 + number) for number in range(3)]
+    with sl.Writer(tmp_path / "d", {"label": "int64"}) as out:
+        out.write_batch({"label": np.arange(3)})
+    sl.add_columns(tmp_path / "d", {"film=video": made}, workers=0)
+    assert [sl.open(tmp_path / "d")[i]["film_frames"] for i in range(3)] == [5, 6, 7]
+    (batch,) = sl.NumpyDataset(tmp_path / "d", batch_size=3, clips={"film": sl.Clips(5)}, shuffle=False)
+    assert np.array_equal(batch["film"], [videos.decode(video)[0][:5] for video in made])
 
 
 def test_without_pyav_the_error_names_the_extra(tmp_path, monkeypatch):

@@ -19,9 +19,9 @@ from streamloader.format.deleted import Remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power
 from streamloader.format.manifest import Manifest
 from streamloader.format.reader import FieldReader
-from streamloader.format.video import VideoIndex, decode_frames, frame_size
+from streamloader.format.video import BESIDE, VideoIndex, decode_frames, frame_size
 from streamloader.options import MIB, Clips, Layout
-from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.store import RangeReader, Store
 
 Ints = NDArray[np.int64]
@@ -31,6 +31,8 @@ ITEM_START = 8  # of a chunk of one item: the number of items, and the length of
 GAP_BYTES = 64 << 10  # of sound, or of frames that are not needed: reading more costs less than another request
 REQUEST_BYTES = 8 * MIB  # of the clips of a video that are read together, unless one has more
 SAMPLED_VIDEOS = 8  # whose clips are measured
+INDEX_BYTES = 64 * MIB  # of the indexes that are kept, of the videos that were read last
+FRAME_BYTES = 48  # of an index in memory, for each frame
 ROUNDING = 1e-6  # seconds by which a time may be before that of its frame
 
 
@@ -85,6 +87,7 @@ class Clipped:
 
     def __init__(self, name: str, clips: Clips, frames: Ints, seconds: NDArray[np.float64], videos: Any = None) -> None:
         self.name, self.clips, self.videos = name, clips, videos
+        self.num_frames = int(frames.sum())
         self.clip_bytes = 1.0  # the mean of items, once they are measured
         self.frame_size = (0, 0)
         self._ends = np.cumsum(count_clips(clips, frames, seconds))
@@ -148,11 +151,18 @@ class ClipReader(FieldReader):
             problem = f"field {name!r} of {store.url} has chunks of {self.layout.chunk}, codec {self.layout.codec!r}"
             raise FormatError(problem, "convert the dataset again: chunks of videos have one, and are not compressed")
         self._index = FieldReader(store, manifest, f"{name}_index", remaining)
+        self._indexes = LRUCache[int, VideoIndex](INDEX_BYTES)
         self._clips = clips
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the clips, which only planning needs."""
         return ClipReader, (*self._opened, None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of the chunk tables and the indexes that are cached."""
+        frames = 0 if self._clips is None else self._clips.num_frames
+        return super().kept_bytes + self._index.kept_bytes + min(INDEX_BYTES, FRAME_BYTES * frames)
 
     @property
     def sample_bytes(self) -> float:
@@ -179,12 +189,15 @@ class ClipReader(FieldReader):
 
     def read_indexes(self, videos: Ints) -> Iterator[VideoIndex]:
         """Yield the indexes of some videos, ascending. Raises `FormatError` or `StorageError`."""
-        found: dict[int, bytes] = {}
-        for run in self._index.runs_of(videos):
+        found = {video: self._indexes.get(video) for video in videos.tolist()}
+        missing = [video for video, index in found.items() if index is None]
+        for run in self._index.runs_of(np.array(missing, np.int64)):
             for row, items in self._index.load(run, self._index.request(run), None, 0) or ():
-                found |= {row + number: bytes(items[number]) for number in range(len(items))}
-        for row, video in enumerate(videos.tolist()):
-            yield VideoIndex.parse(found[row], f"{self._index.name!r} of sample {video} of {self._store.url}")
+                for number, video in enumerate(missing[row : row + len(items)]):
+                    where = f"{self._index.name!r} of sample {video} of {self._store.url}"
+                    index = VideoIndex.parse(bytes(items[number]), where)
+                    found[video] = self._indexes.add(video, index, FRAME_BYTES * len(index.pts))
+        yield from (index for index in found.values() if index is not None)
 
     def measure(self, video: int, numbers: Iterable[int]) -> tuple[list[int], tuple[int, int]]:
         """Return the bytes of the items of some clips of a video, and its (height, width)."""
@@ -357,6 +370,8 @@ def read_clips(dataset: tuple[Store, Manifest, Remaining | None], name: str, cli
         kind = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
         remedy = f"choose from {', '.join(found) or 'none: convert videos with fields={name: video}'}"
         raise FieldError(f"clips= names {name!r}, which {kind}", remedy)
+    if missing := {f"{name}_{suffix}" for suffix in BESIDE} - manifest.fields.keys():
+        raise FieldError(f"{store.url} has no field {min(missing)!r} for videos", "convert the dataset again")
     columns = []
     for suffix in ("frames", "seconds"):
         reader = FieldReader(store, manifest, f"{name}_{suffix}", remaining)

@@ -30,7 +30,7 @@ from streamloader.conversion.sources.fields import FieldSelection, choose, parse
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import as_samples, open_object
-from streamloader.conversion.transforms import parse_map
+from streamloader.conversion.transforms import index_source, parse_map
 from streamloader.errors import FieldError, UsageError
 from streamloader.format import publish
 from streamloader.format.codecs import Column
@@ -120,7 +120,8 @@ def run_addition(
     opener = _Opener(opened, remaining, options, run_options, storage_options)
     parts = [opener.open(value, selected) for value, selected in _groups(columns)]
     run_options.check(job.TransformOptions(), opened.store.url, *(source.url for _, source in parts))
-    source, formats = _side_by_side([source for _, source in parts]), "+".join(name for name, _ in parts)
+    source = index_source(_side_by_side([source for _, source in parts]))
+    formats = "+".join(name for name, _ in parts)
     stored = source if remaining is None else _with_blanks(source, remaining)
     common = root, opened, split, formats, stored, job.TransformOptions(), run_options
     report = _Columns(*common, tuple(parts), options.on).run()
