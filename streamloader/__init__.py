@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from streamloader.options import Channels as Channels
     from streamloader.options import Clips as Clips
     from streamloader.options import Decode as Decode
+    from streamloader.options import Join as Join
     from streamloader.options import Layout as Layout
     from streamloader.options import Pack as Pack
     from streamloader.options import Pad as Pad
@@ -60,7 +61,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",
-    "options": "Channels Clips Decode Layout Pack Pad Patch RetryPolicy Shuffle Window",
+    "options": "Channels Clips Decode Join Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
     "pytorch.dataset": "Mixture StreamingDataset",

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -584,6 +584,41 @@ class Sampling(Option):
     def patch_dims(self) -> tuple[str, ...]:
         """The names of the dimensions that patches are cut from."""
         return () if self.patches is None else tuple(self.patches.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Option):
+    """Two datasets whose samples are joined when they are read: what `StreamingDataset` takes in place of a URL.
+
+    Samples, order and blocks are those of `left`, and `right` gives each of them more fields. Both are URLs or
+    `Source`s; `left` may also be a join. `on`: the field with one number, text or bytes for each sample by whose values
+    they are joined, or a pair of names for left and right; "index" is the number of a sample, unless there is such a
+    field. None joins sample i to sample i of a dataset with as many samples. `fields`: the fields of `right` to offer,
+    default all but the key. `missing`: "raise" an error if `right` lacks the key of a selected sample, or "drop" the
+    sample. Several samples of `left` may have the same key, those of `right` may not.
+
+    Raises `UsageError` for other values. Opening raises `FieldError` for keys that are missing or not unique, for a
+    field that both datasets have, and for different numbers of samples.
+    """
+
+    left: Any
+    right: Any
+    on: str | tuple[str, str] | None = None
+    fields: Sequence[str] | None = None
+    missing: Literal["raise", "drop"] = "raise"
+
+    def _validate(self) -> None:
+        valid = self.on is None or isinstance(self.on, str) or _is_pair(self.on, lambda name: isinstance(name, str))
+        _check(self, "on", valid, 'give the name of a field, or a pair of names: on=("id", "image_id")')
+        _check(self, "fields", not isinstance(self.fields, str), "give a list of names")
+        _check(self, "missing", self.missing in ("raise", "drop"), 'choose "raise" or "drop"')
+        _check(self, "missing", self.missing == "raise" or self.on is not None, "give on=, or leave it out")
+        _check(self, "right", not isinstance(self.right, Join), "join one after the other: Join(Join(a, b), c)")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key fields of left and right; empty without."""
+        return (self.on, self.on) if isinstance(self.on, str) else tuple(self.on or ())
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Dataset:
     `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches. `excluded`:
     the number of samples that `exclude=` leaves out. `remaining`: those of a version with deleted samples. `packed`:
     the rows that the selected samples, which are documents, are packed into. They take the place of samples then.
+    `joined`: datasets that have some of the fields, see `side`.
 
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
@@ -53,6 +54,16 @@ class Dataset:
     remaining: Remaining | None = None
     lengths: NDArray[np.uint32] | None = None
     packed: Packed | None = None
+    joined: tuple[tuple[Dataset, Ints | None], ...] = ()
+
+    def side(self, name: str) -> tuple[Dataset, Ints | None]:
+        """Return the dataset that has a field, and the number there of each sample of this one; None: the same."""
+        return next((side for side in self.joined if name in side[0].names), (self, None))
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The stores of all fields."""
+        return (self.store, *(right.store for right, _ in self.joined))
 
     @cached_property
     def readers(self) -> dict[str, FieldReader | RegionReader]:
@@ -60,7 +71,8 @@ class Dataset:
         if self.arrays is None:
             found: dict[str, FieldReader | RegionReader] = {}
             for name in self.names:
-                given = self.store, self.manifest, name, self.remaining
+                side = self.side(name)[0]
+                given = side.store, side.manifest, name, side.remaining
                 clips = self.selection if isinstance(self.selection, Clipped) and self.selection.name == name else None
                 found[name] = FieldReader(*given) if clips is None else ClipReader(*given, clips)
             return found
@@ -75,12 +87,19 @@ class Dataset:
     @property
     def fields(self) -> dict[str, Field]:
         """The fields by name."""
-        return {name: self.manifest.fields[name].field for name in self.names}
+        return {name: layout.field for name, layout in self.layouts.items()}
 
     @property
     def layouts(self) -> dict[str, FieldLayout]:
         """The layouts of the fields by name."""
-        return {name: self.manifest.fields[name] for name in self.names}
+        return {name: self.side(name)[0].manifest.fields[name] for name in self.names}
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """The class names of fields, by field."""
+        sides = [(right.names, right.manifest.classes) for right, _ in self.joined]
+        joined = {name: classes[name] for names, classes in sides for name in names if name in classes}
+        return {**self.manifest.classes, **joined}
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -130,6 +149,18 @@ class Dataset:
             return None if self.packed.costs is None else self.packed.digest
         return None if self.lengths is None else hashlib.sha256(self.lengths.astype("<u4", copy=False).data).hexdigest()
 
+    @cached_property
+    def joined_digests(self) -> tuple[tuple[str, int, str], ...]:
+        """The digest and the version of each joined dataset, and the SHA-256 of the numbers of its samples, or ""."""
+        return tuple(
+            (
+                right.manifest.digest,
+                right.manifest.generation,
+                "" if rows is None else hashlib.sha256(rows.astype("<i8", copy=False).data).hexdigest(),
+            )
+            for right, rows in self.joined
+        )
+
     def lengths_of(self, numbers: Ints) -> NDArray[Any]:
         """Return the lengths of samples, numbered among the selected ones; of packed rows what attention costs."""
         if self.packed is not None:
@@ -141,10 +172,11 @@ class Dataset:
 
     @property
     def selection_bytes(self) -> int:
-        """The bytes of the numbers of selected and deleted samples, draws by weights, packed rows, and lengths."""
+        """The bytes of the numbers of selected, deleted and joined samples, draws, packed rows, and lengths."""
         chosen = self.selection if self.packed is None else self.packed  # which counts the selection
-        kept = (numbers for numbers in (chosen, self.remaining, self.lengths) if numbers is not None)
-        return sum(numbers.nbytes for numbers in kept)
+        joined = [numbers for right, rows in self.joined for numbers in (rows, right.remaining)]
+        kept = (chosen, self.remaining, self.lengths, *joined)
+        return sum(numbers.nbytes for numbers in kept if numbers is not None)
 
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
@@ -156,7 +188,8 @@ class Dataset:
         if self.packed is not None:
             return params.block
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
-        return chunk if self.selection is None and self.remaining is None else max(chunk, params.block)
+        whole = self.selection is None and self.remaining is None and not self.joined
+        return chunk if whole else max(chunk, params.block)
 
     def object_of(self, name: str, sample: int) -> str:
         """Return the URL of the object that has a sample of a field, by its number among all.
@@ -165,9 +198,11 @@ class Dataset:
         """
         if self.arrays is not None or self.packed is not None:
             return self.store.url
-        layout, stored = self.layouts[name], np.array([sample])
-        stored = stored if self.remaining is None else self.remaining.stored(stored)
-        return f"{self.store.url}/{layout.shard_key(name, int(stored[0]) // layout.shard)}"
+        (side, rows), stored = self.side(name), np.array([sample])
+        stored = stored if rows is None else rows[stored]
+        stored = stored if side.remaining is None else side.remaining.stored(stored)
+        layout = side.manifest.fields[name]
+        return f"{side.store.url}/{layout.shard_key(name, int(stored[0]) // layout.shard)}"
 
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
@@ -182,6 +217,10 @@ class Dataset:
             return reader.runs(start, stop, chosen)
         if self.packed is not None:
             return reader.runs_of(self.packed.documents(start, stop), start)
+        rows = self.side(name)[1]
+        if rows is not None:
+            numbers = slice(start, stop) if self.selection is None else self.selection[start:stop]
+            return reader.runs_at(rows[numbers], start)
         if self.selection is None:
             return reader.runs(start, stop)
         return reader.runs_of(self.selection[start:stop], start)
@@ -194,7 +233,7 @@ class Dataset:
         reader = self.readers[name]
         if isinstance(reader, RegionReader | ClipReader):  # clips are planned by the indexes of their videos
             return None, reader.block_bytes(start, stop) if counted else 0
-        planned = self.selection is None and self.packed is None
+        planned = self.selection is None and self.packed is None and self.side(name)[1] is None
         if not counted and (not planned or not reader.knows_runs(start, stop)):
             return None, 0
         runs = self.runs(name, start, stop)
@@ -207,11 +246,13 @@ class Dataset:
 
 def share_readers(datasets: Sequence[Dataset]) -> None:
     """Let datasets of one version have the same readers, and so one copy of its chunk tables; not those of clips."""
-    first: dict[tuple[str, str, tuple[str, ...]], Dataset] = {}
+    first: dict[Any, Dataset] = {}
     for dataset in datasets:
         if dataset.arrays is None and not isinstance(dataset.selection, Clipped):
-            same = first.setdefault((dataset.store.url, dataset.manifest.digest, dataset.names), dataset)
-            if same.store.location == dataset.store.location:  # with the same credentials
+            sides = (dataset, *(right for right, _ in dataset.joined))
+            key = tuple((side.store.url, side.manifest.digest, side.names) for side in sides)
+            same = first.setdefault(key, dataset)
+            if [of.location for of in same.stores] == [of.location for of in dataset.stores]:  # the same credentials
                 dataset.__dict__["readers"] = same.readers
 
 
@@ -254,6 +295,25 @@ def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
     return among_all
 
 
+def rows_of(datasets: Sequence[Dataset], name: str) -> Callable[[Ints], Ints]:
+    """Return a function from numbers among all samples to rows of a resident field of concatenated datasets."""
+    sides = [dataset.side(name) for dataset in datasets]
+    firsts = np.array(first_samples(datasets, selected=False))
+    starts = list(accumulate((side.manifest.num_remaining for side, _ in sides[:-1]), initial=0))
+
+    def rows(samples: Ints) -> Ints:
+        if all(side is dataset for (side, _), dataset in zip(sides, datasets, strict=True)):
+            return samples
+        found, source = np.empty_like(samples), np.searchsorted(firsts, samples, side="right") - 1
+        for number, (start, (_, among)) in enumerate(zip(starts, sides, strict=True)):
+            at = source == number
+            numbers = samples[at] - firsts[number]
+            found[at] = start + (numbers if among is None else among[numbers])
+        return found
+
+    return rows
+
+
 def plans(
     share: EpochShare,
     position: int,
@@ -287,7 +347,6 @@ def plans(
 
 def load_field(
     field: FieldReader,
-    store: Store,
     out: NDArray[Any],
     counters: Counters,
     sleep: Callable[[float], None],
@@ -299,6 +358,7 @@ def load_field(
     Calls `sleep` to wait before a retry. `on_bad` gets the samples of each damaged chunk, with its error; without it,
     format errors are raised. Raises storage errors, and exceptions of `sleep`.
     """
+    store = field.store
     reader = replace(store.reader(), on_repeat=partial(counters.add, requests=1))
 
     def request(run: Run) -> memoryview:

@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import Any
 
 from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, allowance
-from streamloader.engine.dataset import Dataset, index_bytes, load_field, plans, share_readers
+from streamloader.engine.dataset import Dataset, index_bytes, load_field, plans, rows_of, share_readers
 from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import KEY_BYTES, Memory, residence_of
@@ -80,7 +80,7 @@ class Engine:
         self._resident: dict[str, Rows] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
-        retriers = [dataset.store.retries for dataset in datasets]
+        retriers = [store.retries for dataset in datasets for store in dataset.stores]
         for retrier in retriers:
             retrier.reached = True  # the manifest was read from this store, maybe in another process
         self.counters.outages = lambda: [retrier.waiting_for for retrier in retriers]
@@ -115,7 +115,7 @@ class Engine:
             memory,
             self.executor,
             fetcher.fail,
-            resident={name: self._resident[name] for name in resident},
+            resident={name: (self._resident[name], rows_of(self.datasets, name)) for name in resident},
             seed=seed,
             batched=steps_at_once == 1,
         )
@@ -159,10 +159,10 @@ class Engine:
                 readers = self._readers(name)
                 ends = list(accumulate(reader.num_samples for reader in readers))
                 rows = Rows(name, readers[0].layout.field, self.executor.arena, (1, ends[-1]))
-                for reader, data, end in zip(readers, self.datasets, ends, strict=True):
+                for reader, end in zip(readers, ends, strict=True):
                     first = end - reader.num_samples
                     mark = partial(_mark_resident, rows, first) if self._config.tolerant else None
-                    load_field(reader, data.store, rows.values[first:end], self.counters, sleep, on_bad=mark)
+                    load_field(reader, rows.values[first:end], self.counters, sleep, on_bad=mark)
                 self._resident[name] = rows
 
     def _memory(self, names: Sequence[str], budget: Budget, share: EpochShare) -> Memory:

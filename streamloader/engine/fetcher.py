@@ -34,7 +34,7 @@ from streamloader.engine.memory import Memory
 from streamloader.engine.messages import Callback, all_bytes, in_worker
 from streamloader.engine.pace import Hedging, Pace
 from streamloader.engine.regions import Regions
-from streamloader.engine.residence import Chunks, Rows, locate_items
+from streamloader.engine.residence import Chunks, RowIndex, Rows, locate_items
 from streamloader.errors import (
     CorruptError,
     PassEndedError,
@@ -102,7 +102,7 @@ class Piece:
     @property
     def retries(self) -> Retrier:
         """The retries of its store."""
-        return self.block.dataset.store.retries
+        return self.field.store.retries
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +151,7 @@ class Fetcher:
     ) -> None:
         self._executor = executor
         self._shared = {
-            (dataset, name): executor.share((dataset.readers[name], dataset.store))
+            (dataset, name): executor.share((dataset.readers[name], dataset.readers[name].store))
             for dataset in datasets
             for name in names
         }
@@ -199,7 +199,7 @@ class Fetcher:
             block.documents = block.dataset.packed.documents(block.ref.start, block.ref.stop)
         for name in self._names:
             try:
-                with block.dataset.store.retries.waits_by(self.sleep):
+                with block.dataset.readers[name].store.retries.waits_by(self.sleep):
                     self._count_field(block, name)
             except BaseException as error:  # noqa: BLE001 - it belongs to the batch that needs the block
                 block.runs[name] = wrapped(error, f"reading the chunk table of field {name!r}")
@@ -300,7 +300,7 @@ class Fetcher:
         parts = []
         for piece in pieces:
             sent = "is decoded, or was not sent" if piece.sent == NEVER else f"was sent {now - piece.sent:.0f} s ago"
-            where = f"{piece.block.dataset.store.url}/{piece.run.path}"
+            where = f"{piece.field.store.url}/{piece.run.path}"
             parts.append(f"field {piece.field.name!r}: the request for bytes {piece.run.start} of {where} {sent}")
         numbers = numbers_among_all([block.dataset])(np.array([block.ref.start, block.ref.stop - 1]))
         return f"samples {numbers[0]} to {numbers[1]} are read ({'; '.join(parts[:3]) or 'chunk tables'}); {text}"
@@ -378,8 +378,9 @@ class Fetcher:
         runs: Sequence[Any] = ()
         problem = None
         try:
-            with block.dataset.store.retries.waits_by(self.sleep):
-                chosen = self._choose(block, block.dataset.readers[name])
+            reader = block.dataset.readers[name]
+            with reader.store.retries.waits_by(self.sleep):
+                chosen = self._choose(block, reader)
                 runs = block.dataset.runs(name, block.ref.start, block.ref.stop, chosen)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             problem = wrapped(error, f"reading the chunk table of field {name!r}")
@@ -447,7 +448,8 @@ class Fetcher:
                 job = Job(fetch_items, given, partial(self._received_items, attempt), *calls)
             else:
                 if isinstance(piece.field, FieldReader):
-                    run = run._replace(sizes=None, crcs=None, picks=None)  # slow to send, and not needed to read
+                    # slow to send, and not needed to read
+                    run = run._replace(sizes=None, crcs=None, picks=None, rows=None)
                 given = source, run, Callback(on_repeat), target
                 job = Job(fetch_body, given, partial(self._received, attempt), *calls)
             self._requests.submit(job)
@@ -504,14 +506,14 @@ class Fetcher:
         if error is not None:
             self._retry(attempt, error)
             return
-        fetched, used, (row, table), seconds = result
+        fetched, used, (rows, table), seconds = result
         self._count_response(attempt, *fetched)
         piece = attempt.piece
         chunks, kept = self._chunks[piece.field.name], [attempt.memory[number] for number in used]
         with self._changed:
             slot = self._claim(attempt)
             if slot != NO_SLOT:
-                chunks.write(slot, row, table, kept)
+                chunks.write(slot, rows, table, kept)
                 self.ledger.hold(piece.block.ref.ticket, sum(part.nbytes for part in kept))
         if slot != NO_SLOT:
             field = piece.field.layout.field
@@ -762,12 +764,12 @@ def decode(
 
 def fetch_items(
     source: FieldSource, work: tuple[Run, int, int], on_repeat: Callable[[], None], target: Any, allocate: Allocate
-) -> tuple[tuple[int, float], list[int], tuple[int, NDArray[np.int64]], float]:
+) -> tuple[tuple[int, float], list[int], tuple[RowIndex, NDArray[np.int64]], float]:
     """Read the bytes of a run as `fetch_body`, and decode them into memory from `allocate`.
 
     `work`: the run, the first sample of its block, and the block's end. Return the result of `fetch_body`, which of
-    (the body, *the allocated memory) have the items, the first row of the block that the run has, with the address and
-    the size of its items and of those of the following rows, and the processor time of decoding.
+    (the body, *the allocated memory) have the items, the rows of the block that the run has, with the address and the
+    size of their items, and the processor time of decoding.
     """
     (run, start, stop), (field, _), begin = work, source, time.perf_counter()
     body = _read(source, run, on_repeat, target)
@@ -789,8 +791,9 @@ def fetch_items(
     used, rows = set(), []
     for row, items in field.decode(run, body, None, start, keep) or ():
         locate_items(all_bytes(), table, row, items)
-        rows += [max(row, 0), min(row + len(items), len(table))]
+        if run.rows is None:
+            rows += [max(row, 0), min(row + len(items), len(table))]
         at = address(items.buffer)
         used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}
-    low, high = min(rows, default=0), max(rows, default=0)
-    return fetched, sorted(used), (low, table[low:high]), time.thread_time() - begin
+    written: RowIndex = slice(min(rows, default=0), max(rows, default=0)) if run.rows is None else run.rows - start
+    return fetched, sorted(used), (written, table[written]), time.thread_time() - begin

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # What `gather` returns: the columns by name, and what must be copied to them.
 Gathered = tuple[Mapping[str, Any], Sequence[Copy]]
+RowIndex = slice | Ints
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
@@ -122,10 +123,9 @@ class Chunks:
         requests, slot = _request_demand(readers, block, mean), items + block * ITEM_BYTES
         return replace(requests, slot_bytes=slot, item_bytes=items, batch_bytes=int(rows * finished))
 
-    def write(self, slot: int, row: int, table: Ints, memory: Sequence[memoryview]) -> None:
-        """Put rows into a slot, from `row` on: where they are in the arena, and the memory of their chunks."""
-        first = slot * self.block + row
-        self.table[first : first + len(table)] = table
+    def write(self, slot: int, rows: RowIndex, table: Ints, memory: Sequence[memoryview]) -> None:
+        """Put rows into a slot: where they are in the arena, and the memory of their chunks."""
+        self.table[slot * self.block : (slot + 1) * self.block][rows] = table
         self._leases[slot] += memory
 
     def put(self, slot: int, row: int, items: Items) -> None:
@@ -278,11 +278,15 @@ def _image_bytes(decoder: ImageDecoder, encoded: float) -> float:
     return unsized if decoder.fixed_bytes is None else float(decoder.fixed_bytes)
 
 
-def locate_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
+def locate_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int | Ints, items: Items) -> None:
     """Write where items begin in `memory`, and their sizes, to a table, from `row` on, which may be negative.
 
-    Items outside of the table are ignored.
+    Items outside of the table are ignored. `row` may also have the row of each item.
     """
+    if not isinstance(row, int):
+        start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
+        table[row] = np.stack([items.starts + start, items.stops - items.starts], axis=1)
+        return
     low, high = max(row, 0), min(row + len(items), len(table))
     part = slice(low - row, high - row)
     start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0

@@ -258,9 +258,10 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Gathers, decodes and transforms batches, which have the columns `names`, in this order.
 
-    `resident` fields are complete arrays in memory; others are in blocks. `seed` keys the random numbers of crops and
-    the transform, with the plan's epoch and positions. `batched`: samples form batches. `samples_before`: how many
-    samples the run had on all ranks before a plan, for images whose size changes.
+    `resident` fields are complete arrays in memory, with functions from samples to their rows; others are in blocks.
+    `seed` keys the random numbers of crops and the transform, with the plan's epoch and positions. `batched`: samples
+    form batches. `samples_before`: how many samples the run had on all ranks before a plan, for images whose size
+    changes.
 
     Threads hold this object, never the `Engine`, and a weak reference to the transform, so they do not keep its owner
     alive.
@@ -274,7 +275,7 @@ class Stages:
         executor: Executor,
         on_error: OnError,
         *,
-        resident: Mapping[str, Rows],
+        resident: Mapping[str, tuple[Rows, Callable[[Ints], Ints]]],
         seed: int,
         batched: bool,
     ) -> None:
@@ -385,8 +386,7 @@ class Stages:
             if self._config.tolerant:
                 slot_rows = self._leave_out(batch, slot_rows)
                 plan = batch.plan
-            fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
-            for residence, at in fields + [(residence, slot_rows) for residence in self._gathered]:
+            for residence, at in self._held(plan) + [(residence, slot_rows) for residence in self._gathered]:
                 name = residence.name
                 try:
                     columns, found = residence.gather(at, plan, self._buffers, self._seed)
@@ -406,6 +406,10 @@ class Stages:
             raise
         except Exception as error:
             raise wrapped(error, f"gathering field {name!r}") from error
+
+    def _held(self, plan: BatchPlan) -> list[tuple[Residence, Ints]]:
+        """Return the resident fields, with the row of each sample of a plan."""
+        return [(rows, numbers(plan.samples)) for rows, numbers in self._resident.values()]
 
     def _gather_rows(self, batch: Batch, find: FindItems, segments: int) -> Sequence[Copy]:
         """Put the columns of packed rows into the batch; return what must be copied to them.
@@ -450,8 +454,8 @@ class Stages:
     def _leave_out(self, batch: Batch, slot_rows: Ints) -> Ints:
         """Record the rows without values. Return the slot rows, in "replace" those of other samples in their place."""
         plan = batch.plan
-        fields: list[tuple[Residence, Ints]] = [(rows, plan.samples) for rows in self._resident.values()]
-        for residence, at in fields + [(residence, slot_rows) for residence in self._blocks.residences.values()]:
+        streamed = self._blocks.residences.values()
+        for residence, at in self._held(plan) + [(residence, slot_rows) for residence in streamed]:
             for number, row in enumerate(at.tolist() if residence.bad else ()):
                 if (problem := residence.bad.get(row)) is not None:
                     batch.leave_out(number, residence.name, problem)

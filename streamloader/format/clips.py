@@ -42,6 +42,7 @@ class ClipRun(NamedTuple):
     `stop - start` is the number of bytes of all ranges. `packets`: where each stored frame begins in the object, its
     size and its checksum, ascending. `clips`: of each clip the header of its item, and its packets. `picks`: the number
     of the video for each clip; `first_row`: the number of the first clip. `first_sample`: the video.
+    `rows`: None, since clips are consecutive, see `Run`.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ClipRun(NamedTuple):
     num_samples: int
     picks: Ints
     first_row: int
+    rows: None = None
 
     @property
     def size(self) -> int:
@@ -194,7 +196,7 @@ class ClipReader(FieldReader):
         for run in self._index.runs_of(np.array(missing, np.int64)):
             for row, items in self._index.load(run, self._index.request(run), None, 0) or ():
                 for number, video in enumerate(missing[row : row + len(items)]):
-                    where = f"{self._index.name!r} of sample {video} of {self._store.url}"
+                    where = f"{self._index.name!r} of sample {video} of {self.store.url}"
                     index = VideoIndex.parse(bytes(items[number]), where)
                     found[video] = self._indexes.add(video, index, FRAME_BYTES * len(index.pts))
         yield from (index for index in found.values() if index is not None)
@@ -226,7 +228,7 @@ class ClipReader(FieldReader):
         starts, stops, _ = self.table.shard(shard)
         path, found = self.layout.shard_key(self.name, shard), int(stops[chunk] - starts[chunk])
         if found != ITEM_START + size + CRC_BYTES:
-            problem = f"the video of sample {video} in {self._store.url}/{path} has another size than in its index"
+            problem = f"the video of sample {video} in {self.store.url}/{path} has another size than in its index"
             raise ModifiedError(problem, "convert the dataset again")
         return path, int(starts[chunk]) + ITEM_START
 
@@ -283,7 +285,7 @@ class ClipReader(FieldReader):
         return runs
 
     def _broken(self, run: Any, detail: str) -> CorruptError:
-        problem = f"the video of sample {run.first_sample} in {self._store.url}/{run.path} is damaged: {detail}"
+        problem = f"the video of sample {run.first_sample} in {self.store.url}/{run.path} is damaged: {detail}"
         return CorruptError(problem, "restore the object, or convert the dataset again")
 
 

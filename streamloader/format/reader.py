@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store
 
 Out = NDArray[Any] | None
-Placed = tuple[int, Items]  # the row of the first item, and the items of a chunk
+Placed = tuple[Any, Items]  # the row of the first item, or an array of the rows of all, and the items of a chunk
 
 
 class Run(NamedTuple):
@@ -35,6 +35,7 @@ class Run(NamedTuple):
     `chunk` is the number of the first chunk within the shard; `sizes` (bytes, with checksum) and `crcs` are per chunk.
     `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
     has their numbers in ascending order, perhaps several times, and `first_row` is the number of those before them.
+    `rows` has the output row of each of them, if these are not consecutive from `first_row` on.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     num_samples: int
     picks: NDArray[np.int64] | None = None
     first_row: int = 0
+    rows: NDArray[np.int64] | None = None
 
     @property
     def share(self) -> float:
@@ -58,11 +60,11 @@ class Run(NamedTuple):
 class ChunkRows(NamedTuple):
     """The rows to take from a chunk of `rows` samples: all, or those in `selected`.
 
-    `row` is the output row of the first of them.
+    `row` is the output row of the first of them, or has those of all.
     """
 
     rows: int
-    row: int
+    row: int | NDArray[np.int64]
     selected: NDArray[np.int64] | None = None
 
     @property
@@ -99,7 +101,8 @@ def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
     for start, (low, high) in zip(starts, pairwise(edges), strict=True):
         rows, picks = min(chunk, stop - start), run.picks[low:high]
         whole = high - low == rows and bool(np.all(picks[1:] > picks[:-1]))  # each once
-        yield ChunkRows(rows, run.first_row + low - base, None if whole else picks - start)
+        row = run.first_row + low if run.rows is None else run.rows[low:high]
+        yield ChunkRows(rows, row - base, None if whole else picks - start)
 
 
 def read_index(store: Store, path: str, chunks: int) -> NDArray[np.uint64] | None:
@@ -132,7 +135,7 @@ class FieldReader:
         self.num_samples = manifest.num_samples if remaining is None else len(remaining)
         self._num_stored = manifest.num_samples
         self._remaining = remaining
-        self._store = store
+        self.store = store
         self.table = ChunkTable(store, manifest, name)
         self._opened = store, manifest, name, remaining
 
@@ -204,6 +207,16 @@ class FieldReader:
         stored = samples if self._remaining is None else self._remaining.stored(samples)
         return self._runs_of(stored, first_row, MAX_REQUEST)
 
+    def runs_at(self, samples: NDArray[np.int64], first_row: int) -> list[Run]:
+        """Return the requests for samples in any order, perhaps several times; row `first_row` + i gets `samples[i]`.
+
+        Chunks are read as by `runs_of`, in the order in which they are stored. Raises as `runs`.
+        """
+        rows = np.argsort(samples, kind="stable")
+        runs = self.runs_of(samples[rows])
+        rows += first_row
+        return [run._replace(rows=rows[run.first_row : run.first_row + len(run.picks)]) for run in runs]  # type: ignore[arg-type]
+
     def _runs_of(self, samples: NDArray[np.int64], first_row: int, most: int) -> list[Run]:
         """Return the requests, of up to `most` bytes, for samples by their numbers among the stored ones."""
         sample_bytes = self.layout.stored / max(1, self._num_stored)
@@ -229,12 +242,16 @@ class FieldReader:
             one = self.plan_run(run.shard, run.chunk + i, (stops - run.sizes)[at], stops[at], run.crcs[at])
             if run.picks is not None:
                 low, high = np.searchsorted(run.picks, [one.first_sample, one.first_sample + one.num_samples]).tolist()
-                one = one._replace(picks=run.picks[low:high], first_row=run.first_row + low)
+                rows = None if run.rows is None else run.rows[low:high]
+                one = one._replace(picks=run.picks[low:high], first_row=run.first_row + low, rows=rows)
             runs += [one] * bool(part.size)
         return runs
 
-    def bad_rows(self, run: Run, start: int, stop: int) -> range:
+    def bad_rows(self, run: Run, start: int, stop: int) -> Sequence[int]:
         """Return which of the samples [start, stop), counted from 0, a run has; of selected ones those it picks."""
+        if run.rows is not None:
+            rows: list[int] = (run.rows - start).tolist()
+            return rows
         first, count = run.first_sample, run.num_samples
         if run.picks is not None:
             first, count = run.first_row, len(run.picks)
@@ -253,7 +270,7 @@ class FieldReader:
 
     def request(self, run: Run) -> Callable[[], memoryview]:
         """Return a function that fetches the bytes of a run with the store's retries. It raises as `fetch`."""
-        return partial(self._store.retries.call, partial(self.fetch, self._store.reader(), run))
+        return partial(self.store.retries.call, partial(self.fetch, self.store.reader(), run))
 
     def read(
         self, start: int, stop: int, *, threads: int = 1, max_bytes: int = MAX_REQUEST
@@ -350,6 +367,11 @@ class FieldReader:
         return total
 
     def _decode_rows(self, body: memoryview, out: NDArray[Any], part: ChunkRows) -> None:
+        if not isinstance(part.row, int):
+            decoded = np.empty((part.rows, *self.layout.field.shape), out.dtype)
+            codecs.decode_fixed(self.layout, body, decoded)
+            out[part.row] = decoded if part.selected is None else decoded[part.selected]
+            return
         low, high = max(part.row, 0), min(part.row + part.size, len(out))
         if low >= high:
             return
@@ -382,7 +404,7 @@ class FieldReader:
         """Return the error for a damaged chunk: `ModifiedError` if the shard's index belongs to another object."""
         layout = self.layout
         expected = np.stack([run.start + np.cumsum(run.sizes) - run.sizes, run.sizes], axis=1).astype(np.uint64)
-        index = read_index(self._store, run.path, layout.chunks_per_shard)
+        index = read_index(self.store, run.path, layout.chunks_per_shard)
         if index is not None and not np.array_equal(index[run.chunk : run.chunk + len(run.sizes)], expected):
             return self._modified(run, i, "its index is intact, but does not match the manifest")
         problem = f"{self._where(run, i)} is damaged: {detail}"
@@ -399,7 +421,7 @@ class FieldReader:
         return f"chunk {run.chunk + i} of {self._url(run)} ({samples})"
 
     def _url(self, run: Run) -> str:
-        return f"{self._store.url}/{run.path}"
+        return f"{self.store.url}/{run.path}"
 
     def plan_run(
         self, shard: int, chunk: int, starts: NDArray[np.int64], stops: NDArray[np.int64], crcs: NDArray[np.uint32]

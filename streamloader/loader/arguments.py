@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from streamloader.errors import BatchError, FieldError, FormatError, UsageError
 from streamloader.format.clips import Clipped, read_clips
 from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
-from streamloader.format.manifest import Field, Manifest, OrderPin
+from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.tables import LengthTable
 from streamloader.loader.batches import OFFSETS
@@ -30,6 +31,7 @@ from streamloader.options import (
     Clips,
     Collate,
     Decode,
+    Join,
     OnBadSample,
     Option,
     Pack,
@@ -46,6 +48,7 @@ from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
+from streamloader.storage.url import parse_location
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
 
@@ -81,7 +84,7 @@ WeightsChoice = (
 class Source(Sampling):
     """A dataset of a mixture. The arguments are those of `StreamingDataset`."""
 
-    url: str | os.PathLike[str]
+    url: str | os.PathLike[str] | Join
     split: str | None = None
     where: WhereChoice = None
     storage_options: Mapping[str, Any] | None = field(default_factory=dict, repr=False)  # may have secrets
@@ -201,6 +204,10 @@ def open_dataset(
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`. `seed`: that of
     draws by weights.
     """
+    if isinstance(source.url, Join):
+        from streamloader.loader.join import open_join
+
+        return open_join(source, fields, columns, memory=memory, seed=seed)
     where: Any = source.where
     if isinstance(where, str):  # parsed before anything is opened
         from streamloader.format.conditions import Condition
@@ -223,28 +230,34 @@ def open_dataset(
             opened = open_arrays(store, source, names, where, **options)
         store, manifest, arrays = opened or open_arrays(store, source, names, where, **options)
         dataset = Dataset(store, manifest, tuple(arrays.columns), arrays=arrays)
-        check_names(manifest, [*dataset.names, *dataset.output_names], columns)
+        check_names(manifest.fields, [*dataset.names, *dataset.output_names], columns)
         return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
-    names = choose_fields(manifest, fields, columns)
+    names = choose_fields(manifest.fields, fields, columns)
     remaining = read_remaining(store, manifest)
     chosen = choose_selection(where, manifest, store, memory, remaining)
     left = _exclude(source, chosen, manifest.num_remaining, store)
     count = 0 if left is None else (manifest.num_remaining if chosen is None else len(chosen)) - len(left)
     dataset = Dataset(store, manifest, names, left, excluded=count, remaining=remaining)
+    return draw(source, dataset, seed)
+
+
+def draw(source: Source, dataset: Dataset, seed: int) -> Dataset:
+    """Return a dataset with the samples that epochs draw from its selection, if the source has `weights=`."""
     if source.weights is None:
         return dataset
     from streamloader.loader.weights import draw_by_weights
 
-    return replace(dataset, selection=draw_by_weights(source, dataset, left, seed))
+    return replace(dataset, selection=draw_by_weights(source, dataset, dataset.selection, seed))  # type: ignore[arg-type]
 
 
 def lengths_of(dataset: Dataset, name: str) -> NDArray[np.int64]:
     """Return the length of every sample of a field: rows of ragged ones, bytes of others. Raises `FieldError`."""
-    lengths_table(dataset, name)
-    lengths = read_lengths(dataset.store, dataset.manifest, name, dataset.remaining)
-    lengths //= dataset.manifest.fields[name].field.item_bytes
-    return lengths
+    side, rows = dataset.side(name)
+    lengths_table(side, name)
+    lengths = read_lengths(side.store, side.manifest, name, side.remaining)
+    lengths //= side.manifest.fields[name].field.item_bytes
+    return lengths if rows is None else lengths[rows]
 
 
 def lengths_table(dataset: Dataset, name: str) -> LengthTable:
@@ -267,7 +280,8 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
     if isinstance(choice, str):
         values: Any = lengths_of(dataset, choice)
     else:
-        names = () if dataset.arrays is not None else dataset.manifest.lengths
+        own = () if dataset.arrays is not None else dataset.manifest.lengths
+        names = [*own, *(name for right, _ in dataset.joined for name in right.names if name in right.manifest.lengths)]
         values = np.asarray(choice({name: lengths_of(dataset, name) for name in names}))
     count = dataset.manifest.num_remaining
     if values.shape != (count,) or values.dtype.kind not in "iuf" or not np.all((values >= 0) & (values < 2**32)):
@@ -306,28 +320,68 @@ def choose_versions(
     sources: Sequence[Source], datasets: Sequence[Dataset], saved: Sequence[SourceIdentity]
 ) -> list[Source]:
     """Return the sources, those of which a state has another version than `datasets` with that version."""
-    opened = [dataset.manifest.digest for dataset in datasets]
-    missing = [identity for identity in saved if identity.version and identity.digest not in opened]
-    chosen = list(sources)
-    for number, (source, dataset) in enumerate(zip(sources, datasets, strict=True)):
-        for identity in missing:
-            if source.version is None and dataset.arrays is None and identity.version != dataset.manifest.generation:
-                store = open_store(source.url, source.storage_options)
-                with suppress(UsageError):  # a version whose manifest was not kept
-                    if open_root(store, source.split, identity.version).manifest.digest == identity.digest:
-                        chosen[number] = replace(source, version=identity.version)
-    return chosen
+    opened = {each.manifest.digest for dataset in datasets for each in (dataset, *(side[0] for side in dataset.joined))}
+    versions = [(each.digest, each.version) for each in saved]
+    versions += [(digest, version) for each in saved for digest, version, _ in each.joined]
+    missing = [(digest, version) for digest, version in versions if version and digest not in opened]
+    return [_at_version(source, dataset, missing) for source, dataset in zip(sources, datasets, strict=True)]
 
 
-def choose_fields(manifest: Manifest, fields: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
+def _at_version(source: Source, dataset: Dataset, missing: Sequence[tuple[str, int]]) -> Source:
+    """Return a source with the version that has one of the `missing` digests, if it has one."""
+    if isinstance(source.url, Join):
+        sides = sides_of(source, source.url)
+        opened = replace(dataset, joined=dataset.joined[:-1]), dataset.joined[-1][0]
+        left, right = (_at_version(side, each, missing) for side, each in zip(sides, opened, strict=True))
+        return source if (left, right) == sides else Source(replace(source.url, left=left, right=right))
+    for digest, version in missing:
+        if source.version is None and dataset.arrays is None and version != dataset.manifest.generation:
+            store = open_store(source.url, source.storage_options)
+            with suppress(UsageError):  # a version whose manifest was not kept
+                if open_root(store, source.split, version).manifest.digest == digest:
+                    return replace(source, version=version)
+    return source
+
+
+def sides_of(source: Source, join: Join) -> tuple[Source, Source]:
+    """Return the two sources of a join, which `source` has as its URL: its other arguments are those of the left one.
+
+    Storage options are also those of the right one, if that is a URL of the same protocol. Raises `UsageError` for
+    arguments that both `source` and the left one have.
+    """
+    if not isinstance(join.left, Source):
+        left = replace(source, url=join.left)
+    else:
+        left, plain = join.left, Source("")
+        names = [each.name for each in fields_of(Source) if each.name not in ("url", "storage_options")]
+        given = [name for name in names if getattr(source, name) is not getattr(plain, name)]
+        if given := given + ["storage_options"] * bool(source.storage_options):
+            raise UsageError(f"{', '.join(given)} of a Join whose left side is a Source", "give them to the Source")
+    if isinstance(join.right, Source):
+        return left, join.right
+    options, urls = leftmost(left).storage_options, (leftmost(left).url, join.right)
+    protocols = {parse_location(url, None).protocol for url in urls}  # type: ignore[arg-type] # no joins
+    return left, Source(join.right, storage_options=options if len(protocols) == 1 else {})
+
+
+def leftmost(source: Source) -> Source:
+    """Return the source whose samples a source has: that of a join is its left one."""
+    while isinstance(source.url, Join):
+        source = sides_of(source, source.url)[0]
+    return source
+
+
+def choose_fields(
+    known: Mapping[str, FieldLayout], fields: Sequence[str] | None, columns: Sequence[str]
+) -> tuple[str, ...]:
     """Return the fields to fetch. Raises `FieldError` for an unknown field, or one with the name of a batch column."""
-    names = tuple(manifest.fields) if fields is None else choose_names(fields)
+    names = tuple(known) if fields is None else choose_names(fields)
     for name in names:
-        if name not in manifest.fields:
-            raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
+        if name not in known:
+            raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(known)}")
         if names.count(name) > 1:
             raise FieldError(f"fields names {name!r} {names.count(name)} times", "name each field once")
-    check_names(manifest, names, columns)
+    check_names(known, names, columns)
     return names
 
 
@@ -338,9 +392,9 @@ def choose_names(fields: Sequence[str]) -> tuple[str, ...]:
     return tuple(fields)
 
 
-def check_names(manifest: Manifest, names: Sequence[str], columns: Sequence[str]) -> None:
+def check_names(known: Mapping[str, FieldLayout], names: Sequence[str], columns: Sequence[str]) -> None:
     """Raise `FieldError` for a field with the name of one of the batch's other `columns`."""
-    ragged = [name for name in names if name in manifest.fields and manifest.fields[name].field.kind == "ragged"]
+    ragged = [name for name in names if name in known and known[name].field.kind == "ragged"]
     taken = {*columns, *(name + OFFSETS for name in ragged)}
     for name in names:
         if name in taken:

@@ -299,7 +299,7 @@ class Loader:
             raise UsageError("Pack(balance='attention') of a mixture", "leave balance= out, or use a single dataset")
         self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
-        self._bad = BadSamples(given.max_bad, log, self._sources[0].storage_options)
+        self._bad = BadSamples(given.max_bad, log, arguments.leftmost(self._sources[0]).storage_options)
         identities = self._identities(self._datasets)
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
@@ -389,19 +389,19 @@ class Loader:
 
     def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
         identities = []
-        for source, dataset in zip(self._sources, datasets, strict=True):
+        for source, dataset in zip(map(arguments.leftmost, self._sources), datasets, strict=True):
             manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
             samples = dataset.selection_digest, dataset.num_samples
             params = arguments.choose_order(dataset, self._order)
             excluded, weights = dataset.excluded, dataset.weights_digest
             packed = None if dataset.packed is None else dataset.packed.digest
             chosen = manifest.digest, source.split, *samples, params
-            identity = SourceIdentity(*chosen, version, excluded, weights, packed)
+            identity = SourceIdentity(*chosen, version, excluded, weights, packed, dataset.joined_digests)
             identities.append(identity)
         return tuple(identities)
 
     def __repr__(self) -> str:
-        urls = ", ".join(dataset.store.url for dataset in self._datasets)
+        urls = ", ".join(store.url for dataset in self._datasets for store in dataset.stores)
         fields = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
         count = sum(data.num_samples for data in self._datasets)
         samples, packs = f"{count} samples", [data.packed for data in self._datasets if data.packed is not None]
@@ -430,7 +430,7 @@ class Loader:
 
         A mixture has the fields whose class names are the same in all sources.
         """
-        first, *others = (dataset.manifest.classes for dataset in self._datasets)
+        first, *others = (dataset.classes for dataset in self._datasets)
         return {name: names for name, names in first.items() if all(other.get(name) == names for other in others)}
 
     def __len__(self) -> int:
@@ -510,6 +510,7 @@ class Loader:
             SEVERAL_WORKERS.format(count) if count > 1 else "",
             share.describe_rereads(fresh=start.position == 0, shuffle=bool(start.lanes)),
             describe_lanes(rank.size, lanes, start.lanes) if first and start.lanes != lanes else "",
+            self._describe_joins(start) if first else "",
             REPEATED_EPOCH.format(start.epoch) if first and again and left and again + left > 2 and not steps else "",
         ):
             if text:
@@ -518,6 +519,15 @@ class Loader:
         self._start = start
         self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra))
         return self._at
+
+    def _describe_joins(self, start: RunState) -> str:
+        """Return a warning if blocks read far more than their samples of a joined dataset, else ""."""
+        pairs = [pair for pair in zip(self._datasets, start.sources, strict=True) if pair[0].joined]
+        if not pairs:
+            return ""
+        from streamloader.loader.join import describe_reads
+
+        return next(filter(None, (describe_reads(dataset, source.params.block) for dataset, source in pairs)), "")
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass deliver this epoch from its beginning. Does nothing if it is the current epoch.
@@ -721,7 +731,7 @@ class Loader:
         workers, reason = choose_workers(
             config.workers,
             cores,
-            [dataset.store.url for dataset in self._datasets],
+            [store.url for dataset in self._datasets for store in dataset.stores],
             in_worker=self._in_worker,
             computes=bool(config.decoders) or config.transform is not None or any(of.codec != "none" for of in layouts),
             transform_seconds=quotient(stats.transform_seconds, stats.samples) if slow else 0.0,

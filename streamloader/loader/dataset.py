@@ -28,7 +28,18 @@ from streamloader.loader.arguments import (
     WhereChoice,
 )
 from streamloader.loader.base import Loader
-from streamloader.options import Channels, Normalize, OnBadSample, Patch, Remainder, Shuffle, Window, is_whole, whole
+from streamloader.options import (
+    Channels,
+    Join,
+    Normalize,
+    OnBadSample,
+    Patch,
+    Remainder,
+    Shuffle,
+    Window,
+    is_whole,
+    whole,
+)
 from streamloader.order.state import Batches, RunState, check_mixture_options
 from streamloader.stats import BatchReport
 
@@ -50,7 +61,7 @@ class NumpyDataset(Loader):
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Join,
         *,
         batch_size: int | None,
         fields: Sequence[str] | None = None,
@@ -174,16 +185,18 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     """
     if dataset.packed is not None and name in dataset.names:
         return Fraction(dataset.packed.real, len(dataset.packed))
-    layout = dataset.manifest.fields.get(name)
+    side, rows = dataset.side(name)
+    layout = side.manifest.fields.get(name)
     if dataset.arrays is not None or layout is None or layout.field.fixed:
-        problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
+        problem = f"{side.store.url} has no variable-length field {name!r} to weigh by"
         raise FieldError(problem, "name a field like ragged:int32, bytes or text")
     total = layout.nbytes
-    if dataset.selection is not None or dataset.remaining is not None:
-        if name not in dataset.manifest.lengths:
-            problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
+    if any(each is not None for each in (dataset.selection, side.remaining, rows)):
+        if name not in side.manifest.lengths:
+            problem = f"{side.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
             raise FieldError(problem, "convert the dataset again, or leave where= and exclude= out")
-        lengths = read_lengths(dataset.store, dataset.manifest, name, dataset.remaining)
+        lengths = read_lengths(side.store, side.manifest, name, side.remaining)
+        lengths = lengths if rows is None else lengths[rows]
         selection, piece = dataset.selection, PIECE_BYTES // 16
         starts = range(0, dataset.num_samples, piece)
         parts = (slice(start, start + piece) for start in starts)
@@ -201,8 +214,8 @@ def _part(key: Any, schedule_by: str) -> tuple[tuple[Source, ...], Shares]:
             problem = f"schedule_by={schedule_by!r} with a nested mixture whose schedule counts {key._schedule_by}"
             raise MixtureError(problem, "let the schedules of both count the same")
         return key.sources, key._shares
-    if not isinstance(key, str | os.PathLike | Source):
-        raise MixtureError(f"a source {key!r:.60}", "give a URL, a Source, or a Mixture")
+    if not isinstance(key, str | os.PathLike | Source | Join):
+        raise MixtureError(f"a source {key!r:.60}", "give a URL, a Source, a Join, or a Mixture")
     return (key if isinstance(key, Source) else Source(key),), ((0, (Fraction(1),)),)
 
 

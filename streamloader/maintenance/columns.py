@@ -33,9 +33,9 @@ from streamloader.conversion.sources.objects import as_samples, open_object
 from streamloader.conversion.transforms import index_source, parse_map
 from streamloader.errors import FieldError, UsageError
 from streamloader.format import publish
-from streamloader.format.codecs import Column
 from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.geometry import EXPANSION, add_layouts
+from streamloader.format.keys import as_keys, match_rows, read_keys
 from streamloader.format.manifest import Field, Manifest, class_names
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader, read_columns
@@ -44,9 +44,7 @@ from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 
 BATCH = 64  # samples that a function gets at once
-INDEX = "index"  # the column of sample numbers of a file, unless the dataset has a field of this name
 ROWS = 1 << 16  # keys that are read at once
-NAMED = 3  # keys that are named in an error
 ADDED = "columns_added"  # in the provenance
 UNNAMED = ("npy", "tokens")  # formats whose arrays have the names of their files
 FORMAT = "streamloader"  # the format of the samples that a function gets
@@ -207,57 +205,14 @@ class _Opener:
 
     def _dataset_keys(self, on: str) -> NDArray[Any]:
         """Return the key of each sample."""
-        manifest, store = self.opened.manifest, self.opened.store
-        if on == INDEX and on not in manifest.fields:
-            return np.arange(manifest.num_remaining)
-        if on not in manifest.fields:
-            raise FieldError(f"{store.url} has no field {on!r}", f"its fields are {', '.join(manifest.fields)}")
-        columns = read_columns({on: FieldReader(store, manifest, on, self.remaining)}, 0, manifest.num_remaining)
-        return _as_keys(columns[on], manifest.fields[on].field, f"field {on!r} of {store.url}")
+        return read_keys(self.opened.store, self.opened.manifest, on, self.remaining)
 
 
 def _read_keys(source: RowSource, on: str) -> NDArray[Any]:
     """Return the keys of all rows of a source."""
     pieces = [np.arange(first, min(first + ROWS, source.num_samples)) for first in range(0, source.num_samples, ROWS)]
     columns = [source.fragment(rows)(raise_bad_rows(rows))[on] for rows in pieces]
-    return np.concatenate([_as_keys(column, source.fields[on], f"column {on!r} of {source.url}") for column in columns])
-
-
-def _as_keys(column: Column, field: Field, where: str) -> NDArray[Any]:
-    """Return keys as an array of numbers, or of bytes objects. Raises `FieldError` for a field that is no key."""
-    if field.kind in ("text", "bytes"):
-        return np.fromiter(column, object, len(column))
-    if not isinstance(column, np.ndarray) or column.ndim != 1:
-        raise FieldError(f"{where} is {field}", "join by a field with one number or text for each sample")
-    return column
-
-
-def match_rows(wanted: NDArray[Any], found: NDArray[Any], where: str) -> NDArray[np.int64]:
-    """Return for each of the keys `wanted` its row in `found`.
-
-    Raises `FieldError` if one is missing, or if `found`, which `where` names, has a key twice.
-    """
-    if (wanted.dtype == object) != (found.dtype == object):
-        raise FieldError(f"{where} is text on one side and a number on the other", "give both one type")
-    if np.result_type(wanted, found).kind == "f" and "f" not in (wanted.dtype.kind, found.dtype.kind):
-        wanted, found = wanted.astype(object), found.astype(object)  # int64 and uint64: numpy would round them
-    order = np.argsort(found, kind="stable")
-    ordered = found[order]
-    if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
-        raise FieldError(f"{where} has {_named(twice)} in several rows", "give each key one row")
-    places = np.searchsorted(ordered, wanted)
-    known = places < len(ordered)
-    known[known] = ordered[places[known]] == wanted[known]
-    if not known.all():
-        raise FieldError(f"{where} lacks {_named(wanted[~known])}", "give every sample a row")
-    return order[places]
-
-
-def _named(keys: NDArray[Any]) -> str:
-    """Name some keys for a message."""
-    shown = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys[:NAMED].tolist()]
-    more = f" and {len(keys) - NAMED:,} more" if len(keys) > NAMED else ""
-    return f"the keys {', '.join(shown)}{more}" if len(keys) > 1 else f"the key {shown[0]}"
+    return np.concatenate([as_keys(column, source.fields[on], f"column {on!r} of {source.url}") for column in columns])
 
 
 def _samples(opened: Opened, remaining: Remaining | None) -> RowSource:

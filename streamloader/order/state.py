@@ -40,7 +40,8 @@ class SourceIdentity(NamedTuple):
 
     `excluded`: the number of samples that `exclude=` left out of the selection. `weights`: what identifies the weights
     that samples are drawn by, of which an epoch has `num_samples`. `packed`: what identifies the rows that the selected
-    samples are packed into, of which there are `num_samples`.
+    samples are packed into, of which there are `num_samples`. `joined`: the digest and the version of each dataset that
+    is joined, and the digest of the numbers of its samples, "" for those of this dataset.
     """
 
     digest: str
@@ -52,6 +53,12 @@ class SourceIdentity(NamedTuple):
     excluded: int = 0
     weights: str | None = None
     packed: str | None = None
+    joined: tuple[tuple[str, int, str], ...] = ()
+
+    @property
+    def matched(self) -> tuple[str, ...]:
+        """The digests of the numbers of joined samples."""
+        return tuple(numbers for _, _, numbers in self.joined)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -59,6 +66,7 @@ class SourceIdentity(NamedTuple):
         others = {
             name: value for name in ("version", "excluded", "weights", "packed") if (value := getattr(self, name))
         }
+        others |= {"joined": list(map(list, self.joined))} if self.joined else {}
         return {**named, "samples": self.num_samples, **others, "order": asdict(self.params)}
 
     @classmethod
@@ -75,7 +83,8 @@ class SourceIdentity(NamedTuple):
         digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
         version, excluded = (read_value({name: 0, **values}, name, int) for name in ("version", "excluded"))
         weights, packed = (read_value({name: None, **values}, name, str, type(None)) for name in ("weights", "packed"))
-        return cls(digest, split, selection, samples, params, version, excluded, weights, packed)
+        joined = _read_joined(values)
+        return cls(digest, split, selection, samples, params, version, excluded, weights, packed, joined)
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -87,7 +96,8 @@ class SourceIdentity(NamedTuple):
         samples = ("selection", "num_samples", "weights", "packed") + ("excluded",) * (
             self.selection != current.selection
         )
-        compared = ("digest",) * (not force) + ("split", *samples) + ("params",) * (not same_order)
+        digests = ("matched",) if force else ("digest", "joined")
+        compared = (*digests, "split", *samples) + ("params",) * (not same_order)
         return _differences({name: getattr(self, name) for name in compared}, current)
 
 
@@ -148,7 +158,7 @@ class RunState:
         if self.stop and not self.phases:
             return 0
         order = (self.phases, self.anchor, self._params) if self.stop else None
-        return crc32(repr(([source.digest for source in self.sources], order)).encode())
+        return crc32(repr(([(source.digest, source.joined) for source in self.sources], order)).encode())
 
     @property
     def _params(self) -> list[OrderParams]:
@@ -486,6 +496,14 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
     skipped = tuple(Gap(*gap) for gap in read_list(state, "skipped", [(int, int, int)]))
     return {"remainder": remainder, **numbers, "inside": read_value(state, "inside", bool), "skipped": skipped}
+
+
+def _read_joined(state: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
+    joined = read_value({"joined": [], **state}, "joined", list)
+    for each in joined:
+        if not isinstance(each, list) or list(map(type, each)) != [str, int, str]:
+            raise StateError(f"the state's joined is {joined!r:.120}, which is invalid", _NEW_RUN)
+    return tuple(map(tuple, joined))
 
 
 _BUCKET = ("lengths", "steps", "positions")

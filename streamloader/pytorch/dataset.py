@@ -71,6 +71,7 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     field, lists for bytes and text, `name` and `name_offsets` for ragged fields, `valid` (bool, False for rows
     that pad the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
 
+    `url`: of a dataset, or a `Join` of two.
     `batch_size`: the number of samples in a rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
     `fields`: names of the fields to fetch, default all. `split`: the split of a dataset that has splits.
     `where`: the samples to use: a condition on fields with one number per sample
@@ -126,7 +127,7 @@ class StreamingDataset(NumpyDataset, TorchLoader):
 class Mixture(NumpyMixture, TorchLoader):
     """Yields batches of several datasets with the same fields, in exact proportions: `Mixture({a: 0.7, b: 0.3}, ...)`.
 
-    A key is a URL, a `Source`, or another mixture, whose sources divide its weight in their own proportions.
+    A key is a URL, a `Source`, a `Join`, or another mixture, whose sources divide its weight in their own proportions.
     Sources take turns of `unit` samples, spread so evenly that the count of each source in any window is off by less
     than two turns; `unit` is 8, or the largest divisor of 8 that divides the global batch.
     `weigh="tokens"`: the weights count the elements of this variable-length field, and not samples; see `shares`.

@@ -232,6 +232,7 @@ class RegionReader:
 
     def __init__(self, store: Store, name: str, layout: FieldLayout, fields: ArrayFields) -> None:
         self.name = name
+        self.store = store
         self.layout = layout
         self.fields = fields
         self.column = fields.columns[name]

@@ -1,0 +1,147 @@
+"""Opens the two datasets of a `Join`: the left one, with the fields that the right one has for each of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.dataset import Dataset
+from streamloader.errors import FieldError, SelectionError, UsageError
+from streamloader.format.keys import check_found, find_rows, read_keys
+from streamloader.format.manifest import FieldLayout
+from streamloader.format.reader import GAP_BYTES
+from streamloader.loader.arguments import Source, choose_fields, draw, open_dataset, sides_of
+from streamloader.options import MIB, Join
+from streamloader.order.epoch_order import distinct
+from streamloader.order.schedule import Ints
+
+# What is warned of: an epoch that reads more than this many times the bytes of a joined field, and so many bytes more.
+TIMES, BYTES = 4, 256 * MIB
+BLOCKS = 32  # blocks of a dataset that are looked at
+
+
+def open_join(
+    source: Source, fields: Sequence[str] | None, columns: Sequence[str], *, memory: int | None, seed: int
+) -> Dataset:
+    """Open the datasets of a join; the arguments are those of `open_dataset`. Raises as `Join`."""
+    join = source.url
+    assert isinstance(join, Join)
+    sides = sides_of(source, join)
+    for side in sides:
+        if side.used:
+            remedy = "convert the arrays to a dataset with streamloader convert"
+            raise UsageError(f"a Join with {side.url} read as arrays in place", remedy)
+    if sides[1].weights is not None:
+        raise UsageError(f"weights= of {sides[1].url}, the right side of a Join", "give weights= to the left side")
+    nested = isinstance(sides[0].url, Join)
+    left = open_dataset(replace(sides[0], weights=None), None if nested else (), memory=memory)
+    right = open_dataset(sides[1], (), memory=memory)
+    rows = _match(join, left, right)
+    own = left.layouts if nested else left.manifest.fields
+    offered = _offered(join, right)
+    taken = [name for name in offered if name in own and (fields is None or name in fields)]
+    if taken:
+        problem = f"{left.store.url} and {right.store.url} both have the fields {', '.join(taken)}"
+        raise FieldError(problem, "name those of the right dataset to read in Join(fields=), without these")
+    names = choose_fields({**own, **offered}, fields, columns)
+    right = replace(right, names=tuple(name for name in names if name not in own))
+    if rows is not None and join.missing == "drop":
+        left = _without(left, rows < 0)
+    if rows is not None and np.array_equal(rows, np.arange(len(rows))):
+        rows = None
+    joined = (*left.joined, (replace(right, selection=None), rows))
+    return draw(sides[0], replace(left, names=names, joined=joined), seed)
+
+
+def _offered(join: Join, right: Dataset) -> dict[str, FieldLayout]:
+    """Return the fields of the right dataset that are offered."""
+    known = right.manifest.fields
+    if join.fields is None:
+        return {name: layout for name, layout in known.items() if name not in join.keys[1:]}
+    return {name: known[name] for name in choose_fields(known, join.fields, ())}
+
+
+def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
+    """Return the number in the right dataset of each sample of the left one, -1 if it has none; None: the same."""
+    if not join.keys:
+        counts = left.manifest.num_remaining, right.manifest.num_remaining
+        if right.selection is not None:
+            raise UsageError(f"where= or exclude= of {right.store.url} in a Join without on=", "give them to the left")
+        if counts[0] != counts[1]:
+            problem = f"{left.store.url} has {counts[0]} samples, {right.store.url} has {counts[1]}"
+            raise FieldError(problem, "join them by a key: Join(on=)")
+        return None
+    wanted, found = (
+        read_keys(side.store, side.manifest, key, side.remaining)
+        for side, key in zip((left, right), join.keys, strict=True)
+    )
+    selected = None if right.selection is None else right.selection[:]
+    where = f"field {join.keys[1]!r} of {right.store.url}"
+    rows = find_rows(wanted, found if selected is None else found[selected], where)
+    if join.missing == "raise":
+        numbers = _numbers(left)
+        chosen = slice(None) if numbers is None else numbers[:]
+        check_found(wanted[chosen][rows[chosen] < 0], where, 'give every sample a row, or Join(missing="drop")')
+    if selected is not None:
+        rows[rows >= 0] = selected[rows[rows >= 0]]
+    return rows
+
+
+def describe_reads(dataset: Dataset, block: int) -> str:
+    """Return a warning if blocks of `block` samples read far more of joined datasets than their samples have, else "".
+
+    It looks at some of the blocks.
+    """
+    count = dataset.num_samples
+    starts = np.linspace(0, max(0, count - block), min(BLOCKS, -(-count // block))).astype(np.int64).tolist()
+    for name in dataset.names:
+        right, rows = dataset.side(name)
+        layout = right.manifest.fields[name]
+        if rows is None or layout.resident:
+            continue
+        whole, samples = min(layout.chunk, right.manifest.num_samples), right.manifest.num_samples
+        gap = GAP_BYTES * samples // max(1, layout.stored * whole)
+        numbers = [slice(at, at + block) if (of := dataset.selection) is None else of[at : at + block] for at in starts]
+        chunks = sum(_chunks_read(rows[each] // layout.chunk, gap) for each in numbers) / len(starts)
+        times = chunks * whole / min(block, count)
+        if times > TIMES and (times - 1) * layout.stored / samples * count > BYTES:
+            return (
+                f"blocks of {block} samples of {dataset.store.url} read {chunks:.0f} chunks of {name!r}, with {whole} "
+                f"samples each, from {right.store.url}, which has another order: an epoch reads about {times:.0f} "
+                "times the bytes of its samples; add the field to the dataset with sl.add_columns, or write it in "
+                "the same order"
+            )
+    return ""
+
+
+def _chunks_read(chunks: Ints, gap: int) -> int:
+    """Return how many chunks are read for some: those between them too, in gaps of up to `gap`."""
+    needed = distinct(chunks)
+    between = np.diff(needed) - 1
+    return needed.size + int(between[between <= gap].sum())
+
+
+def _numbers(left: Dataset) -> Any:
+    """Return the selected samples, also if epochs draw from these."""
+    return getattr(left.selection, "drawn_from", left.selection)
+
+
+def _without(left: Dataset, unmatched: NDArray[np.bool_]) -> Dataset:
+    """Return a dataset without the unmatched samples. Raises `SelectionError` if none is left."""
+    if not unmatched.any():
+        return left
+    if left.weights_digest is not None:
+        problem = f'Join(missing="drop") after one whose left side {left.store.url} has weights='
+        raise UsageError(problem, "put the join with missing= inside")
+    numbers = np.flatnonzero(~unmatched)
+    if left.selection is not None:
+        numbers = left.selection[:]
+        numbers = numbers[~unmatched[numbers]]
+    if not numbers.size:
+        problem = f"none of {left.num_samples} samples of {left.store.url} has a key of the right dataset"
+        raise SelectionError(problem, "join by other fields")
+    return replace(left, selection=numbers)

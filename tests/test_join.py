@@ -1,0 +1,365 @@
+"""`sl.Join`: the samples of one dataset with the fields that another one has for them, as joined by hand."""
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from added import SMALL
+from datasets import flat, seen, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bad_samples import damage, jpeg
+
+import streamloader as sl
+from streamloader.errors import FieldError, MixtureError, SelectionError, StateError, UsageError
+from streamloader.format.reader import FieldReader
+from streamloader.loader.dataset import NumpyMixture
+from streamloader.pytorch.dataset import StreamingDataset
+
+N = 96
+LANES = sl.Shuffle(lanes=6)  # for 1, 2 and 3 ranks
+LEFT = {"id": "int64", "name": "text", "x": "float32[260]"}
+RIGHT = {
+    **{"id": "int64", "key": "text", "score": "float64", "vector": "float32[300]", "large": "float32[5000]"},
+    **{"caption": "text", "tokens": "ragged:int32", "image": "bytes:jpeg"},
+}
+pytestmark = pytest.mark.usefixtures("two_workers")
+
+
+def left_value(name: str, i: int) -> Any:
+    return {"id": i, "name": f"k{i}", "x": np.full(260, i, np.float32)}[name]
+
+
+def right_value(name: str, i: int) -> Any:
+    values: dict[str, Callable[[], Any]] = {
+        **{"id": lambda: i, "key": lambda: f"k{i}", "score": lambda: i / 2},
+        **{"vector": lambda: np.full(300, i, np.float32), "large": lambda: np.full(5000, i, np.float32)},
+        **{"caption": lambda: f"{i}é" * (i % 4), "tokens": lambda: np.full(i % 5, i, np.int32)},
+        "image": lambda: jpeg(i),
+    }
+    return values[name]()
+
+
+def write(path: Path, fields: Mapping[str, str], value: Callable[[str, int], Any], ids: Any) -> Path:
+    with sl.Writer(path, dict(fields), layout=SMALL, workers=1) as out:
+        for i in map(int, ids):
+            out.write({name: value(name, i) for name in fields})
+    return path
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples 0 to N - 1, in order."""
+    return write(tmp_path_factory.mktemp("join") / "left", LEFT, left_value, range(N))
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same samples and some more in another order, with fields of every kind."""
+    order = np.random.default_rng(3).permutation(N + 20)
+    return write(tmp_path_factory.mktemp("join") / "right", RIGHT, right_value, order)
+
+
+def check_values(batch: Mapping[str, Any]) -> list[int]:
+    """Check that each row has the values of its sample on both sides; return the valid samples."""
+    ids = np.asarray(batch["id"]).tolist()
+    for row, i in enumerate(ids):
+        for name in LEFT.keys() & batch.keys():
+            assert np.array_equal(batch[name][row], left_value(name, i)), (name, i)
+        for name in RIGHT.keys() & batch.keys() - {"tokens", "id"}:
+            assert np.array_equal(batch[name][row], right_value(name, i)), (name, i)
+    if "tokens" in batch:
+        parts = np.split(np.asarray(batch["tokens"]), np.asarray(batch["tokens_offsets"])[1:-1])
+        assert [part.tolist() for part in parts] == [[i] * (i % 5) for i in ids]
+    valid = np.asarray(batch.get("valid", np.ones(len(ids), bool)))
+    return [i for i, each in zip(ids, valid, strict=True) if each]
+
+
+def stream(url: Any, batch: int = 16, **options: Any) -> StreamingDataset:
+    return StreamingDataset(url, batch_size=batch, with_index=True, **{"world": (0, 1), **options})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on", ["id", ("name", "key")])
+def test_each_sample_has_the_fields_of_its_key_on_both_sides(on, workers, left, right):
+    names = None if on == "id" else [name for name in RIGHT if name not in ("id", "key")]
+    ds, alone = stream(sl.Join(left, right, on=on, fields=names), num_workers=workers), stream(left)
+    assert ds.fields.keys() == LEFT.keys() | RIGHT.keys() - ({"key"} if names else set())
+    for _ in range(2):
+        assert flat(map(check_values, ds)) == seen(alone)
+    assert ds.stats().samples == 2 * N
+    ds.close()
+
+
+keys = st.sampled_from([("int64", int), ("uint8", int), ("text", str), ("bytes", lambda i: b"%d" % i)])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    keys,
+    st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    st.permutations(range(41)),
+    st.sampled_from([None, slice(None, None, 2), "n < 20"]),
+    st.sets(st.integers(0, 59), max_size=9),
+    st.booleans(),
+)
+def test_any_keys_join_as_by_hand(tmp_path_factory, key, ids, order, where, excluded, shuffle):
+    """Several samples of the left side may have one key, and not all of the right one are used."""
+    folder, (kind, make) = tmp_path_factory.mktemp("law"), key
+    with sl.Writer(folder / "a", {"k": kind, "n": "int64"}, layout=SMALL, workers=1) as out:
+        out.write_batch({"k": [make(i) for i in ids], "n": np.arange(len(ids))})
+    with sl.Writer(folder / "b", {"k": kind, "v": "float32[300]", "t": "text"}, layout=SMALL, workers=1) as out:
+        out.write_batch(
+            {
+                "k": [make(i) for i in order],
+                "v": np.array(order, np.float32)[:, None] * np.ones(300, np.float32),
+                "t": [f"t{i}" for i in order],
+            }
+        )
+    numbers = range(20) if where == "n < 20" else range(0, len(ids), 1 if where is None else 2)
+    numbers = [n for n in numbers if n < len(ids)]
+    expected = [(n, f"t{ids[n]}", ids[n]) for n in numbers if n not in excluded]
+    given_options = {"where": where, "exclude": sorted(excluded & {*range(len(ids))}), "shuffle": shuffle}
+    if not expected:
+        return
+    ds = sl.NumpyDataset(
+        sl.Join(folder / "a", folder / "b", on="k"), batch_size=7, remainder="uneven", num_workers=0, **given_options
+    )
+    rows = [
+        (int(n), text, int(vector[299]))
+        for batch in ds
+        for n, text, vector in zip(batch["n"], batch["t"], batch["v"], strict=True)
+    ]
+    assert sorted(rows) == expected
+    if not shuffle:
+        assert rows == expected
+
+
+@given(st.data())
+def test_rows_of_samples_in_any_order_are_those_of_reading_them_one_by_one(right, data):
+    from streamloader.format.opening import open_root
+    from streamloader.storage import open_store
+
+    manifest, store, _ = open_root(open_store(right))
+    reader = FieldReader(store, manifest, data.draw(st.sampled_from(["vector", "score"])))
+    samples = np.array(data.draw(st.lists(st.integers(0, N + 19), min_size=1, max_size=50)))
+    first = data.draw(st.integers(0, 9))
+    out = np.zeros((len(samples), *reader.layout.field.shape), reader.layout.field.dtype)
+    runs, rows = reader.runs_at(samples, first), list[int]()
+    if data.draw(st.booleans()):
+        runs = [part for run in runs for part in reader.split(run)]
+    for run in runs:
+        reader.load(run, reader.request(run), out, first)
+        rows += reader.bad_rows(run, first, first + len(samples))
+    assert sorted(rows) == list(range(len(samples)))
+    assert np.array_equal(out, reader.read(0, N + 20)[samples])  # type: ignore[index]
+
+
+def test_without_a_key_sample_i_is_joined_to_sample_i(left, tmp_path):
+    right = write(tmp_path / "right", {"score": "float64", "caption": "text"}, right_value, range(N))
+    ds = stream(sl.Join(left, right))
+    assert flat(map(check_values, ds)) == seen(stream(left))
+    assert ds._datasets[0].joined[0][1] is None
+    same = stream(sl.Join(left, right, on="index"))
+    assert same._datasets[0].joined[0][1] is None  # the numbers are those of the left side, which take no memory
+    short = write(tmp_path / "short", {"score": "float64"}, right_value, range(N - 1))
+    with pytest.raises(FieldError, match=rf"left has {N} samples, .*short has {N - 1}; join them by a key"):
+        stream(sl.Join(left, short))
+
+
+@pytest.mark.parametrize("options", [{}, {"where": "id >= 30", "exclude": [50, 60]}, {"weights": np.arange(N) + 1}])
+def test_every_world_size_has_the_same_global_batches_and_resumes_at_the_others_states(options, left, right):
+    join, options = sl.Join(left, right, on="id", fields=["score", "caption"]), {"shuffle": LANES, **options}
+    ds = stream(join, 24, **options)
+    expected, state = take(ds, 2), ds.state_dict()
+    rest = take(stream(join, 24, **options))[2:]
+    for size in (2, 3):
+        ranks = [stream(join, 24 // size, world=(rank, size), **options) for rank in range(size)]
+        batches = [[check_values(batch) for batch in rank] for rank in ranks]
+        steps = [sorted(flat(each)) for each in zip(*batches, strict=True)]
+        assert steps == list(map(sorted, expected + rest))
+        assert sorted(flat(rank.samples(0, 1).tolist() for rank in ranks[:1])) == sorted(expected[1])
+        for rank in ranks:
+            rank.load_state_dict(json.loads(json.dumps(state)))
+        batches = [[check_values(batch) for batch in rank] for rank in ranks]
+        assert [sorted(flat(each)) for each in zip(*batches, strict=True)] == list(map(sorted, rest))
+    again = stream(join, 24, **options)
+    assert take(again.replay(0, [1])) == [expected[1]]
+    assert take(stream(join, 24, skip_steps={0: [0, 1]}, **options)) == rest
+
+
+def test_a_copy_for_another_process_reads_both_sides(left, right):
+    ds = pickle.loads(pickle.dumps(stream(sl.Join(left, right, on="id"), 8)))
+    assert sorted(flat(map(check_values, ds))) == list(range(N))
+
+
+def test_images_text_and_sequences_of_the_right_side_are_decoded_packed_and_put_in_buckets(left, right):
+    join = sl.Join(left, right, on="id")
+    for batch in stream(join, decode=sl.Decode(size=(16, 16)), collate={"tokens": "pad"}, bucket_by="tokens"):
+        assert batch["image"].shape[1:] == (16, 16, 3)
+        assert batch["tokens_lengths"].tolist() == [i % 5 for i in batch["id"].tolist()]
+    plain = sl.Decode(size=(16, 16))
+    direct = {int(b["id"][k]): b["image"][k] for b in stream(right, decode=plain) for k in range(len(b["id"]))}
+    for batch in stream(join, decode=plain, pack={"tokens": 8}):
+        assert all(torch.equal(direct[i], image) for i, image in zip(batch["id"].tolist(), batch["image"], strict=True))
+        assert batch["tokens"].shape[1] == 8
+    ds = stream(join, bucket_by=lambda lengths: lengths["caption"])
+    assert sorted(flat(map(check_values, ds))) == list(range(N))
+
+
+def test_selections_hold_on_both_sides_and_missing_samples_are_an_error_or_left_out(left, right):
+    some = sl.Source(right, where="score < 20", exclude=[0])
+    gone = int(sl.open(right)[0]["id"])
+    kept = [i for i in range(40) if i != gone]
+    with pytest.raises(FieldError, match=rf"'id' of .*right lacks the keys .* and {N - len(kept) - 3} more.*missing="):
+        stream(sl.Join(left, some, on="id"))
+    ds = stream(sl.Join(left, some, on="id", missing="drop"), shuffle=False)
+    assert (ds.num_samples, flat(map(check_values, ds))) == (len(kept), kept)
+    assert flat(map(check_values, stream(sl.Join(left, some, on="id"), where=kept, shuffle=False))) == kept
+    ds = stream(sl.Join(sl.Source(left, where=slice(0, None, 2)), some, on="id", missing="drop"), shuffle=False)
+    assert flat(map(check_values, ds)) == [i for i in kept if i % 2 == 0]
+    weighted = stream(sl.Join(left, some, on="id", missing="drop"), weights="id")
+    assert set(flat(map(check_values, weighted))) <= set(kept) - {0}
+    with pytest.raises(SelectionError, match=r"none of 10 samples .* has a key"):
+        stream(sl.Join(sl.Source(left, where=slice(60, 70)), some, on="id", missing="drop"))
+
+
+def test_deletions_on_either_side_leave_samples_out(left, right, tmp_path):
+    a, b = (Path(copytree(url, tmp_path / url.name)) for url in (left, right))
+    state = stream(sl.Join(a, b, on="id")).state_dict()
+    sl.delete(a, where="id >= 10 and id < 30")
+    kept = [i for i in range(N) if not 10 <= i < 30]
+    assert flat(map(check_values, stream(sl.Join(a, b, on="id"), shuffle=False))) == kept
+    sl.delete(b, where="score >= 5 and score < 20")  # 10 to 39
+    with pytest.raises(FieldError, match=r"lacks the keys 30, 31, 32 and 7 more"):
+        stream(sl.Join(a, b, on="id"))
+    ds = stream(sl.Join(a, b, on="id", missing="drop"), shuffle=False)
+    assert flat(map(check_values, ds)) == [i for i in range(N) if not 10 <= i < 40]
+    ds.load_state_dict(ds.state_dict())
+    first = stream(sl.Join(sl.Source(a, version=1), sl.Source(b, version=1), on="id"))
+    first.load_state_dict(state)
+    assert sorted(flat(map(check_values, first))) == list(range(N))
+
+
+def test_a_state_opens_the_versions_of_both_sides_and_knows_what_was_joined(left, right, tmp_path):
+    a, b = (Path(copytree(url, tmp_path / url.name)) for url in (left, right))
+    join = sl.Join(a, b, on="id", fields=["score"])
+    ds = stream(join)
+    expected = take(ds)
+    (begin := stream(join)).load_state_dict(stream(join).state_dict())
+    it = iter(begin)
+    next(it)
+    state = json.loads(json.dumps(begin.state_dict()))
+    assert len(state["joined"]) == 1
+    sl.delete(b, where=f"id >= {N} and id < {N + 5}")
+    sl.delete(a, where="id < 9")
+    now = stream(join)
+    assert now.num_samples == N - 9
+    now.load_state_dict(state)
+    assert (now.num_samples, take(now)) == (N, expected[1:])
+    with pytest.raises(StateError, match=r"joined \(\) instead of"):
+        stream(sl.Join(sl.Source(a, version=1), sl.Source(b, version=1), on="id")).load_state_dict(
+            stream(left).state_dict()
+        )
+    with pytest.raises(StateError, match="joined"):
+        stream(left).load_state_dict(state)
+    with pytest.raises(StateError, match="matched"):
+        stream(left).load_state_dict(state, force=True)
+    with pytest.raises(StateError, match="invalid"):
+        stream(join).load_state_dict({**state, "joined": [[1, 2]]})
+    copied = Path(copytree(right, tmp_path / "copy"))
+    stream(sl.Join(left, copied, on="id", fields=["score"])).load_state_dict(state, force=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["vector", "large", "caption", "score"])
+def test_samples_whose_chunk_of_the_right_side_is_damaged_are_masked_and_named(name, workers, left, right, tmp_path):
+    b = Path(copytree(right, tmp_path / "right"))
+    ids = [int(i) for i in sl.open(b)[:]["id"]]
+    lost = {ids[i] for i in damage(b, name, ids.index(40)) if ids[i] < N}
+    log = tmp_path / "bad.jsonl"
+    options = {"on_error": "mask", "max_bad": 1.0, "error_log": log, "num_workers": workers, "fields": ["id", name]}
+    ds = stream(sl.Join(left, b, on="id"), **options)
+    found = flat(batch["id"][batch["valid"]].tolist() for batch in ds)
+    assert sorted(found) == [i for i in range(N) if i not in lost]
+    assert ds.stats().bad_samples == len(lost)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {line["sample"] for line in lines} == lost
+    assert {line["field"] for line in lines} == {name}
+    assert {line["object"].startswith(f"{b}/") for line in lines} == {True}
+    ds.close()
+
+
+def test_a_mixture_has_joins_as_sources_and_fields_that_are_held_on_both_sides(left, right, tmp_path):
+    whole = write(tmp_path / "whole", {"id": "int64", "score": "float64"}, right_value, range(N, 2 * N))
+    join = sl.Join(left, right, on="id", fields=["score", "caption"])
+    mix = NumpyMixture({whole: 0.5, join: 0.5}, batch_size=16, fields=["id", "score"], with_index=True)
+    for batch in mix:
+        assert batch["score"].tolist() == [i / 2 for i in batch["id"].tolist()]
+        assert batch["source"].tolist() == [int(i < N) for i in batch["id"].tolist()]
+    other = sl.Source(sl.Join(left, right, on="id"), where=slice(0, 20))
+    mix = NumpyMixture({join: 1, other: 1}, batch_size=8, fields=["id", "caption"], weigh="caption")
+    assert mix.shares("caption") == {source: pytest.approx(0.5, abs=0.01) for source in mix.sources}
+    assert len(flat(map(check_values, mix))) > 20
+    with pytest.raises(MixtureError, match="give a URL, a Source, a Join"):
+        NumpyMixture({3: 1}, batch_size=8)
+
+
+def test_a_join_may_be_joined_to_a_third_dataset(left, right, tmp_path):
+    values = {"id": lambda i: i, "extra": lambda i: 3 * i}
+    fields = {"id": "int64", "extra": "float64"}
+    third = write(tmp_path / "third", fields, lambda name, i: values[name](i), range(N))
+    ds = stream(sl.Join(sl.Join(left, right, on="id", fields=["score"]), third, on="id"), where="id < 50")
+    assert sorted(ds.fields) == ["extra", "id", "name", "score", "x"]
+    rows = [(i, e) for batch in ds for i, e in zip(batch["id"].tolist(), batch["extra"].tolist(), strict=True)]
+    assert {(i, e) for i, e in rows} == {(i, 3 * i) for i in range(50)}
+    assert len(ds.state_dict()["joined"]) == 2
+
+
+def test_memory_is_bounded_and_counts_the_numbers_of_joined_samples(left, right):
+    from datasets import least_memory
+
+    join = sl.Join(left, right, on="id", fields=["vector", "caption"])
+    least = least_memory(join, batch_size=8, num_workers=0)
+    ds = stream(join, 8, memory=least, num_workers=0)
+    assert sorted(flat(map(check_values, ds))) == list(range(N))
+    assert ds._datasets[0].selection_bytes >= 8 * N
+
+
+def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
+    twice = write(tmp_path / "twice", {"id": "int64", "x": "float64"}, lambda _, i: i % 50, range(N))
+    for join, kind, shown in (
+        (sl.Join(left, twice, on="id", fields=[]), FieldError, r"has the keys 0, 1, 2 and \d+ more in several rows"),
+        (sl.Join(left, right, on=("name", "key")), FieldError, r"both have the fields id; .*Join\(fields=\)"),
+        (sl.Join(left, right, on="nope"), FieldError, "left has no field 'nope'"),
+        (sl.Join(left, right, on=("id", "nope")), FieldError, "right has no field 'nope'"),
+        (sl.Join(left, right, on=("id", "key")), FieldError, "text on one side and a number on the other"),
+        (sl.Join(left, right, on=("x", "id")), FieldError, r"is float32\[260\]; join by"),
+        (sl.Join(left, right, on="id", fields=["nope"]), FieldError, "there is no field 'nope'"),
+        (sl.Join(left, sl.Source(right, weights="score"), on="id"), UsageError, "give weights= to the left side"),
+        (sl.Join(left, sl.Source(left, where=[1])), UsageError, "without on=; give them to the left"),
+        (sl.Join(sl.Source(left, sample_axis=0), right, on="id"), UsageError, "read as arrays in place; convert"),
+        (sl.Join(left, 3, on="id"), UsageError, "3 is not a URL"),
+    ):
+        with pytest.raises(kind, match=shown):
+            stream(join)
+    for make, shown in (
+        (lambda: sl.Join(left, right, on=3), "on=3"),
+        (lambda: sl.Join(left, right, on="id", fields="score"), "give a list of names"),
+        (lambda: sl.Join(left, right, missing="drop"), "give on="),
+        (lambda: sl.Join(left, right, on="id", missing="x"), "choose"),
+        (lambda: sl.Join(left, sl.Join(left, right, on="id")), "one after the other"),
+        (lambda: stream(sl.Join(sl.Source(left), right, on="id"), where="id < 3"), "where of a Join whose left side"),
+    ):
+        with pytest.raises(UsageError, match=shown):
+            make()
+    with pytest.raises(UsageError, match=r"packed rows of tokens, of the right side of a Join; write them"):
+        stream(sl.Join(left, right, on="id"), fields=["tokens"], pack={"tokens": sl.Pack(8, fit="best")})
+    with pytest.raises(FieldError, match=r"there is no field 'nope'; choose from id, name, x, .*score"):
+        stream(sl.Join(left, right, on="id"), fields=["nope"])
