@@ -195,7 +195,7 @@ def groups(case: Packing) -> list[list[int]]:
     for document, size in enumerate(case.lengths):
         out[-1].append(document)
         elements += size if case.split or size <= case.length else 0
-        if elements >= 128 * case.length or len(out[-1]) == 65536:
+        if elements >= 256 * case.length or len(out[-1]) == 65536:
             out.append([])
             elements = 0
     return out
@@ -276,15 +276,16 @@ WEIGHTED = [
 
 
 LENGTHS = tuple(permuted(j, 400, 3) ** 2 // 1000 for j in range(400))  # 0 to 159, most of them short
+SHORT = tuple(permuted(j, 1000, 5) % 4 for j in range(1000))
 PACKINGS = [
     Packing("one document", (7,), 8),
     Packing("a document of a whole row", (8,), 8),
     Packing("documents that fit, and an empty one", (3, 5, 0, 4, 4, 1, 6), 8),
     Packing("documents that are longer than a row", (3, 8, 20, 9, 16, 0, 2), 8),
     Packing("documents that are longer than a row are left out", (3, 8, 20, 9, 16, 0, 2), 8, split=False),
-    Packing("a document longer than a group", (1, 2000, 1, 1), 8),
+    Packing("a document longer than a group", (1, 2100, 1, 1), 8),
     Packing("several groups", LENGTHS, 60),
-    Packing("several groups without documents longer than a row", LENGTHS, 60, split=False),
+    Packing("several groups without documents longer than a row", SHORT, 2, split=False),
     Packing("rows of one element", (2, 0, 1, 3), 1),
 ]
 

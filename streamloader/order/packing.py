@@ -31,7 +31,7 @@ Documents = NDArray[np.uint16]  # by their numbers in their groups
 Rows = tuple[Documents, Sizes, Ints]
 GroupPlan = tuple[Documents, Documents, Sizes, Ints]
 
-GROUP_ROWS = 128
+GROUP_ROWS = 256
 GROUP_DOCUMENTS = 1 << 16  # so that the number of a document in its group has 16 bits
 PIECE = 1 << 19  # documents that are packed together
 
