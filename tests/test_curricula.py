@@ -13,6 +13,7 @@ from datasets import SMALL, flat
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streamloader as sl
 from streamloader import errors
 from streamloader.engine.dataset import index_bytes
 from streamloader.format.writer import Writer
@@ -163,6 +164,21 @@ def test_the_tokens_seen_before_a_change_are_those_of_the_schedule(url):
             before["mixed"] = tokens
     assert before["first"] == pytest.approx(3000, rel=0.1)
     assert before["mixed"] == pytest.approx(15000, rel=0.1)
+
+
+def test_packed_rows_of_each_part_count_their_tokens_without_padding(url):
+    ds = curriculum(
+        by_length(url), "tokens", (2000, 4000), 4, fields=["tokens"], pack={"tokens": sl.Pack(64, fit="best")}
+    )
+    means = [LENGTHS[of].sum() / data.num_samples for of, data in zip((SHORT, ~SHORT), ds._datasets, strict=True)]
+    phases = [phase[0] for phase in ds.state_dict()["phases"]]
+    expected = [2000 / means[0], 2000 / means[0] + 2000 / np.mean(means)]
+    assert phases[1:] == pytest.approx(expected, abs=4)  # a turn
+    batches = list(islice(ds, 25))
+    assert {tuple(batch["tokens"].shape) for batch in batches} == {(4, 64)}
+    for source, batch in ((0, batches[0]), (1, batches[-1])):
+        documents = batch["tokens"][batch["tokens_documents"] > 0].unique().numpy()
+        assert (SHORT[documents] == (source == 0)).all()
 
 
 def test_a_nested_mixture_counts_as_the_one_around_it(url):
