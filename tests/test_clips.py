@@ -301,6 +301,23 @@ def test_a_mixture_has_the_clips_of_its_sources(url):
     assert sum(label < 4 for batch in batches for label in batch["label"].tolist()) == 4
 
 
+def test_indexes_of_several_videos_in_a_chunk_are_those_of_the_videos(tmp_path):
+    made = [videos.encode("h264", 4 + number, seed=number) for number in range(3)]
+    chosen = np.arange(200) * 7 % 3
+    with sl.Writer(tmp_path / "d", {"video": "video", "label": "int64"}, num_samples=200) as out:
+        out.write_batch({"video": [made[kind] for kind in chosen], "label": np.arange(200)})
+    assert sl.open(tmp_path / "d").manifest.fields["video_index"].chunk > 1
+    whole = [videos.decode(video)[0] for video in made]
+    for where, numbers in ((None, range(200)), (slice(1, 200, 5), range(1, 200, 5))):
+        seen = []
+        for batch in dataset(str(tmp_path / "d"), clips={"video": sl.Clips(2)}, where=where, batch_size=20):
+            seen += clips_of(batch)
+            for index, clip, start in zip(batch["index"], batch["video"], batch["video_start"], strict=True):
+                assert np.array_equal(clip, whole[chosen[index]][start : start + 2])
+        expected = [(n, start) for n in numbers for start in range(0, 3 + chosen[n], 2)]
+        assert sorted(seen) == expected
+
+
 def test_the_other_readers_of_a_block_of_clips_are_those_of_samples(url):
     ds = dataset(url, fields=["video", "video_index", "label"])
     found: Dataset = ds._datasets[0]

@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import crc32c
@@ -18,10 +19,11 @@ from streamloader.format.codecs import CRC_BYTES, Items
 from streamloader.format.deleted import Remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power
 from streamloader.format.manifest import Manifest
-from streamloader.format.reader import FieldReader
+from streamloader.format.reader import FieldReader, Run
 from streamloader.format.video import BESIDE, VideoIndex, decode_frames, frame_size
 from streamloader.options import MIB, Clips, Layout
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
+from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store
 
 Ints = NDArray[np.int64]
@@ -30,7 +32,8 @@ Placed = tuple[int, Items]
 ITEM_START = 8  # of a chunk of one item: the number of items, and the length of the first one
 GAP_BYTES = 64 << 10  # of sound, or of frames that are not needed: reading more costs less than another request
 REQUEST_BYTES = 8 * MIB  # of the clips of a video that are read together, unless one has more
-SAMPLED_VIDEOS = 8  # whose clips are measured
+SAMPLED_CLIPS = 8  # that are measured
+THREADS = 4  # that read indexes
 INDEX_BYTES = 64 * MIB  # of the indexes that are kept, of the videos that were read last
 FRAME_BYTES = 48  # of an index in memory, for each frame
 ROUNDING = 1e-6  # seconds by which a time may be before that of its frame
@@ -120,7 +123,7 @@ class Clipped:
         """Return the number, within its video, of each clip [start, stop)."""
         numbers = np.arange(start, stop)
         videos = np.searchsorted(self._ends, numbers, side="right")
-        return np.asarray(numbers - np.concatenate([[0], self._ends])[videos], np.int64)
+        return np.asarray(numbers - np.where(videos, self._ends[videos - 1], 0), np.int64)
 
 
 def count_clips(clips: Clips, frames: Ints, seconds: NDArray[np.float64]) -> Ints:
@@ -189,35 +192,34 @@ class ClipReader(FieldReader):
             runs += self._runs_of_video(video, index, frames, first_row + low)
         return runs
 
-    def read_indexes(self, videos: Ints) -> Iterator[VideoIndex]:
+    def read_indexes(self, videos: Ints, threads: int = 1) -> Iterator[VideoIndex]:
         """Yield the indexes of some videos, ascending. Raises `FormatError` or `StorageError`."""
         found = {video: self._indexes.get(video) for video in videos.tolist()}
         missing = [video for video, index in found.items() if index is None]
-        for run in self._index.runs_of(np.array(missing, np.int64)):
-            for row, items in self._index.load(run, self._index.request(run), None, 0) or ():
-                for number, video in enumerate(missing[row : row + len(items)]):
-                    where = f"{self._index.name!r} of sample {video} of {self.store.url}"
-                    index = VideoIndex.parse(bytes(items[number]), where)
-                    found[video] = self._indexes.add(video, index, FRAME_BYTES * len(index.pts))
+        runs = self._index.runs_of(np.array(missing, np.int64))
+        for row, items in chain.from_iterable(run_all(self._load_indexes, runs, threads)):
+            for number, video in enumerate(missing[row : row + len(items)]):
+                where = f"{self._index.name!r} of sample {video} of {self.store.url}"
+                index = VideoIndex.parse(bytes(items[number]), where)
+                found[video] = self._indexes.add(video, index, FRAME_BYTES * len(index.pts))
         yield from (index for index in found.values() if index is not None)
 
-    def measure(self, video: int, numbers: Iterable[int]) -> tuple[list[int], tuple[int, int]]:
-        """Return the bytes of the items of some clips of a video, and its (height, width)."""
-        assert self._clips is not None
-        (index,) = self.read_indexes(np.array([video]))
-        frames = [clip_frames(self._clips.clips, number, index) for number in numbers]
-        runs = [run for each in frames for run in self._runs_of_video(video, index, [each], 0)]
-        return [run.size for run in runs], frame_size(index.header)
+    def _load_indexes(self, run: Run) -> list[Placed]:
+        return self._index.load(run, self._index.request(run), None, 0) or []
 
     def _runs_of_video(self, video: int, index: VideoIndex, clips: Sequence[Ints], first_row: int) -> list[ClipRun]:
         where = self._locate(video, int(index.header["size"]))
         runs, needed, row = list[ClipRun](), list[tuple[bytes, Ints]](), first_row
+        read, size = np.zeros(len(index.pts), np.bool_), 0
         for frames in clips:
             clip = _describe(index, frames)
-            stored = np.unique(np.concatenate([each for _, each in [*needed, clip]]))
-            if needed and int(index.sizes[stored].sum()) > REQUEST_BYTES:
+            stored = clip[1]
+            if needed and size + int(index.sizes[stored[~read[stored]]].sum()) > REQUEST_BYTES:
                 runs.append(_run(where, index, needed, video, row))
-                row, needed = row + len(needed), []
+                row, needed, size = row + len(needed), [], 0
+                read[:] = False
+            size += int(index.sizes[stored[~read[stored]]].sum())
+            read[stored] = True
             needed.append(clip)
         return [*runs, _run(where, index, needed, video, row)]
 
@@ -390,11 +392,8 @@ def read_clips(dataset: tuple[Store, Manifest, Remaining | None], name: str, cli
 
 def _measure(clipped: Clipped, reader: ClipReader) -> None:
     """Find the mean bytes of items, and the largest size of frames, of a few videos."""
-    places = np.unique(np.linspace(0, len(clipped) - 1, SAMPLED_VIDEOS).astype(np.int64)).tolist()
-    sizes = []
-    for place in places:
-        video, number = int(clipped[np.array([place])][0]), int(clipped.within(place, place + 1)[0])
-        found, size = reader.measure(video, [number])
-        sizes += found
-        clipped.frame_size = max(clipped.frame_size, size, key=lambda each: each[0] * each[1])
-    clipped.clip_bytes = float(np.mean(sizes))
+    places = np.unique(np.linspace(0, len(clipped) - 1, SAMPLED_CLIPS).astype(np.int64))
+    sizes = [frame_size(index.header) for index in reader.read_indexes(np.unique(clipped[places]), THREADS)]
+    clipped.frame_size = max(sizes, key=prod)
+    runs = [run for place in places.tolist() for run in reader.runs_of(clipped[place : place + 1], place)]
+    clipped.clip_bytes = reader.decoded_size(runs) / places.size
