@@ -223,6 +223,25 @@ def test_bytes_that_a_clip_needs_are_checked_and_others_are_not_read(long, tmp_p
     assert not masked[0]["video"][1].any()
 
 
+def test_a_frame_that_does_not_decode_is_a_bad_sample_of_its_clips_and_found_by_verify(tmp_path):
+    good = videos.encode("h264", 30)
+    index = VideoIndex.parse(index_video("video", good, 0)[0], "")
+    bad, begin, size = bytearray(good), int(index.starts[13]), int(index.sizes[13])
+    bad[begin : begin + size] = b"\xff" * size
+    with sl.Writer(tmp_path / "d", {"video": "video"}) as out:
+        out.write_batch({"video": [good, bytes(bad)]})
+    problems = sl.verify(tmp_path / "d", decode=True).problems
+    assert [problem.problem.partition(" (")[0] for problem in problems] == [
+        "sample 1 of field 'video' does not decode as a video"
+    ]
+    clips = {"clips": {"video": sl.Clips(2, step=14)}, "shuffle": False}
+    with pytest.raises(errors.DecodeError, match="a clip of sample 1 of field 'video' does not decode"):
+        list(dataset(str(tmp_path / "d"), **clips))
+    (batch,) = dataset(str(tmp_path / "d"), **clips, on_error="mask", max_bad=1.0)
+    assert batch["error"].tolist() == [False] * 4 + [True, False]
+    assert np.array_equal(batch["video"][3], videos.decode(good)[0][:2])
+
+
 def test_items_are_the_same_after_pickling_and_from_split_requests(long):
     reader, clipped = reader_of(long, sl.Clips(4, stride=2, step=10))
     (run,) = reader.runs_of(clipped[:5], 0)

@@ -224,6 +224,16 @@ def decode_frames(
         raise ValueError(f"{len(left)} of {len(wanted)} frames are not decoded")
 
 
+def count_frames(data: bytes) -> int:
+    """Return the number of frames that a video decodes to. Raises `ValueError` if it does not decode."""
+    av = need("av", "'streamloader[video]'")
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            return sum(1 for _ in container.decode(video=0))
+    except av.FFmpegError as error:
+        raise ValueError(str(error)) from error
+
+
 def frame_size(header: Mapping[str, Any]) -> tuple[int, int]:
     """Return the (height, width) of a video's frames as they are shown."""
     size = int(header["height"]), int(header["width"])

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import DecodeError
+from streamloader.errors import DecodeError, FieldError
 from streamloader.format.clips import Clipped, clip_header, decode_clip
-from streamloader.format.video import frame_size
+from streamloader.format.video import VideoIndex, count_frames, frame_size, index_video
 from streamloader.images.decode import ImageDecoder
 from streamloader.options import Decode
 
@@ -114,4 +114,37 @@ class ClipDecoder(ImageDecoder):
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         problem = f"a clip of sample {sample} of field {self.name!r} does not decode ({len(data)} bytes: {error})"
+        return DecodeError(problem, "repair or remove the video in the source and convert again")
+
+
+@dataclass(frozen=True, eq=False)
+class VideoDecoder(ImageDecoder):
+    """Decodes whole videos of the field `name`, to find those that do not decode."""
+
+    def measure(self, data: memoryview, sample: int) -> Any:
+        """Return the `ClipSize` of all frames. Raises `DecodeError` for a video that cannot be read."""
+        try:
+            index, frames, _ = index_video(self.name, bytes(data), sample)
+        except FieldError as error:
+            raise DecodeError(error.problem, error.remedy) from error
+        return ClipSize(frames, *frame_size(VideoIndex.parse(index, "").header))
+
+    def scratch_bytes(self, data: memoryview, header: Any) -> int:
+        """Return the bytes that decoding takes."""
+        return len(data) + int(PICTURES * 3 * math.prod(header.size[1:]))
+
+    def decode(self, data: memoryview, sample: int, *_: Any) -> NDArray[Any]:
+        """Decode all frames, of which none is returned. Raises `DecodeError` if one is missing."""
+        expected = self.measure(data, sample).frames
+        try:
+            found = count_frames(bytes(data))
+        except ValueError as error:
+            raise self._error(sample, data, error) from error
+        if found != expected:
+            problem = f"sample {sample} of field {self.name!r} decodes to {found} of {expected} frames"
+            raise DecodeError(problem, "repair or remove the video in the source and convert again")
+        return np.zeros(0)
+
+    def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
+        problem = f"sample {sample} of field {self.name!r} does not decode as a video ({len(data)} bytes: {error})"
         return DecodeError(problem, "repair or remove the video in the source and convert again")

@@ -158,8 +158,8 @@ def verify(
 ) -> VerifyReport:
     """Read the whole dataset at `url`, or one split of it, and report all problems.
 
-    `decode`: also decode every encoded image, as training does by default, and report each text and ragged value that
-    is invalid, not the first of each chunk.
+    `decode`: also decode every video and encoded image, as training does by default, and report each text and ragged
+    value that is invalid, not the first of each chunk.
 
     `against` is the source of the conversion, with which every sample is compared; `format` and `source_options` are
     those of the source, as for `convert`. `progress` counts bytes of shards in the phase "verify", and samples in the
@@ -285,7 +285,7 @@ def _check_fields(
 
 
 class Images:
-    """Decodes the images of all fields to find those that do not decode; thread-safe.
+    """Decodes the images and videos of all fields to find those that do not decode; thread-safe.
 
     Those that are decoded at the same time take at most `DECODE_BYTES`, unless a single one takes more.
     """
@@ -294,9 +294,12 @@ class Images:
         self._free, self._changed = DECODE_BYTES, threading.Condition()
 
     def decoder(self, name: str, encoding: str) -> ImageDecoder | None:
-        """Return the decoder of a field of bytes, None if its encoding is not of images."""
+        """Return the decoder of a field of bytes, None if its encoding is not of images or videos."""
+        from streamloader.images.clips import VideoDecoder
         from streamloader.images.decode import ENCODINGS, ImageDecoder
 
+        if encoding == "video":
+            return VideoDecoder.choose(Decode(), name)
         return ImageDecoder.choose(Decode(), name) if encoding in ENCODINGS else None
 
     def problem(self, decoder: ImageDecoder, data: memoryview, sample: int) -> str:
