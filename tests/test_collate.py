@@ -18,14 +18,21 @@ from PIL import Image
 import streamloader as sl
 from streamloader import errors
 from streamloader.engine import engine
+from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.collate import pad_arrays
 from streamloader.engine.gather import Copy, copy_all, part_of
+from streamloader.engine.residence import Chunks
+from streamloader.format.codecs import Items
+from streamloader.format.manifest import Field
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader
 from streamloader.options import Pad
+from streamloader.order.schedule import BatchPlan
+from streamloader.stats import Counters
 from streamloader.storage import open_store
 
 N = 90
+ARENA = Arena(shared=False)
 FIELDS = {"tokens": "ragged:int32", "boxes": "ragged:float32[4]", "image": "bytes:jpeg", "label": "int64"}
 pytestmark = pytest.mark.usefixtures("two_workers")
 
@@ -278,6 +285,32 @@ def test_padding_is_all_that_rows_leave_of_their_bytes_in_any_number_of_parts(da
     for begin, length in zip(at, lengths, strict=True):
         expected[1 + begin : 1 + begin + length] = source[:length]
     assert out.tolist() == expected.tolist()
+
+
+@given(st.data())
+def test_the_memory_that_is_counted_for_padded_steps_is_what_their_columns_take(data):
+    lengths = data.draw(st.lists(st.integers(0, 9), max_size=12))
+    step_rows, to = data.draw(st.integers(1, 5)), data.draw(st.none() | st.integers(1, 4) | st.just((2, 5, 9)))
+    side = data.draw(st.sampled_from(["left", "right"]))
+    pad = Pad(-3, side, to, mask=data.draw(st.booleans()))
+    values, count = [np.arange(length, dtype=np.int16) + 100 * row for row, length in enumerate(lengths)], len(lengths)
+    chunks = Chunks("x", Field.parse("ragged:int16"), ARENA, (1, max(1, count)), pad)
+    stored, ends = ARENA.array((sum(lengths) + 1,), "int16"), np.cumsum(lengths, dtype=np.int64)
+    stored[: sum(lengths)] = np.concatenate([*values, stored[:0]])
+    chunks.put(0, 0, Items(stored.view(np.uint8).data, 2 * (ends - np.array(lengths, np.int64)), 2 * ends))
+    rows = np.arange(count)
+    plan = BatchPlan(0, 0, step_rows, rows, rows, rows, rows, rows >= 0, (), ())
+    columns, copies = chunks.gather(rows, plan, Buffers(ARENA, Counters()))
+    copy_all(copies)
+    steps = [lengths[first : first + step_rows] for first in range(0, max(1, count), step_rows)]
+    of_steps = [columns[name] if len(steps) > 1 else (columns[name],) for name in columns if name != "x_lengths"]
+    assert chunks.variable_bytes(rows, step_rows) == sum(array.nbytes for column in of_steps for array in column)
+    for number, (of_step, *mask) in enumerate(zip(*of_steps, strict=True)):
+        own = values[number * step_rows : (number + 1) * step_rows]
+        assert len(of_step) == len(own)
+        assert not own or np.array_equal(of_step, expected(own, pad))
+        assert all(np.array_equal(each, of_step != -3) for each in mask)
+    assert columns["x_lengths"].tolist() == lengths
 
 
 def test_a_sample_beyond_the_last_edge_is_an_error_that_names_it(path):

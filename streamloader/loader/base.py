@@ -91,7 +91,7 @@ class Pass(Iterator[Columns]):
         self._format, self._left = loader._format, left
         self._reported = time.perf_counter()
         # with the samples that are still to be reported, and the step whose bad samples are still to be counted
-        self._waiting: deque[tuple[Columns, int, Step | None]] = deque()
+        self._waiting: deque[tuple[Columns | partial[Columns], int, Step | None]] = deque()
         self._loader, self._delivered = loader if advances else None, loader._delivered
         self._begin(loader, begin)
 
@@ -150,6 +150,8 @@ class Pass(Iterator[Columns]):
                 pipeline, made = self._begin_following()
             waiting.extend(self._converted(made))
         batch, unreported, step = waiting[0]
+        if isinstance(batch, partial):
+            batch = self._made(batch)
         if unreported or step is not None:
             waiting[0] = batch, 0, None
             self._report(unreported, asked)
@@ -195,7 +197,9 @@ class Pass(Iterator[Columns]):
         if pipeline is not None:
             pipeline.close()
 
-    def _converted(self, batch: Batch) -> Iterable[tuple[dict[str, Any], int, Step | None]]:
+    def _converted(self, batch: Batch) -> Iterable[tuple[Columns | partial[Columns], int, Step | None]]:
+        """Return samples, or what makes a batch once it is asked for: many lists at once take three times as long."""
+        made: list[tuple[Columns | partial[Columns], int]]
         try:
             if self._format.samples:
                 samples = self._format.each_sample(batch)
@@ -203,9 +207,17 @@ class Pass(Iterator[Columns]):
                 plans: Iterable[BatchPlan] = batch.plan.steps()
             else:
                 steps = list(split_steps(batch))
-                made = [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in steps]
+                made = [(partial(self._format.batch, columns, plan), len(plan.samples)) for plan, columns in steps]
                 plans = (plan for plan, _ in steps)
             return [(*each, step) for each, step in zip(made, self._counted(batch, plans), strict=False)]
+        except BaseException:
+            self.end()  # this batch is lost, and a later one must not take its place
+            raise
+
+    def _made(self, make: partial[Columns]) -> Columns:
+        """Return a batch. Ends the pass if that fails."""
+        try:
+            return make()
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
             raise

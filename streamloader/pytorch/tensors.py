@@ -44,9 +44,9 @@ def _nested_type() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 def split_tensor(values: NDArray[Any], offsets: NDArray[np.int64]) -> list[torch.Tensor]:
     """Return the rows of a ragged column as tensors, which share its memory."""
-    # tensors in their own right: gradients may be tracked in each of them, also after it is changed in place
-    rows = torch.unsafe_split_with_sizes(to_tensors({"": values})[""], np.diff(offsets).tolist())
-    return list(rows)
+    # "unsafe" makes tensors of their own, as from arrays: autograd forbids to change several views of one in place
+    whole = torch.from_numpy(values if values.flags.writeable else values.copy())
+    return list(torch.unsafe_split_with_sizes(whole, (offsets[1:] - offsets[:-1]).tolist()))
 
 
 def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
