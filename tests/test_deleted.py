@@ -27,7 +27,6 @@ from streamloader.errors import (
 )
 from streamloader.format import manifest as manifests
 from streamloader.format.deleted import Remaining
-from streamloader.order.selection import AllBut
 
 COUNT = 50
 
@@ -43,13 +42,13 @@ def test_remaining_samples_have_the_numbers_that_they_have_in_a_list(case):
     numbers = np.array(sorted(deleted), np.int64)
     remaining, naive = Remaining(num_stored, numbers), [i for i in range(num_stored) if i not in deleted]
     assert len(remaining) == len(naive)
-    assert remaining.deleted.tolist() == sorted(deleted)
-    assert remaining.stored(np.arange(len(naive))).tolist() == naive
-    assert remaining.stored(np.arange(len(naive))).tolist() == AllBut(num_stored, numbers)[:].tolist()
+    assert remaining.excluded.tolist() == sorted(deleted)
+    assert remaining[np.arange(len(naive))].tolist() == naive
+    assert remaining[:].tolist() == naive
     found, left = remaining.find(np.arange(num_stored))
     assert (found.tolist(), np.flatnonzero(left).tolist()) == (list(range(len(naive))), naive)
     for start in range(num_stored):
-        first, stop = remaining.count(start, num_stored)
+        first, stop = remaining.within(start, num_stored)
         assert naive[first:stop] == [i for i in naive if i >= start]
     assert remaining.nbytes == 8 * len(deleted)
 

@@ -19,8 +19,9 @@ from streamloader.errors import NotFoundError, SelectionError, StateError, Usage
 from streamloader.loader.arguments import _count_chunks
 from streamloader.loader.dataset import mean_length
 from streamloader.options import Shuffle
-from streamloader.order.selection import AllBut, exclude
+from streamloader.order.selection import exclude
 from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.samples import AllBut
 from streamloader.storage import open_store
 
 N = 603

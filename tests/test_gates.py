@@ -36,9 +36,10 @@ CHANGING_STATE = {
 }
 
 # what a stage may import of the package: itself, and what stands to its left
-BASE = {"errors", "options", "stats"}
+BASE = {"errors", "options", "stats", "samples"}
 ALLOWED = {
     "errors": set(),
+    "samples": set(),
     "options": {"errors"},
     "stats": {"errors", "options"},
     "storage": BASE,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streamloader.errors import SelectionError
 from streamloader.order import packing
 from streamloader.order.packing import Packed
-from streamloader.order.selection import AllBut
+from streamloader.samples import AllBut
 
 GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["packing"]
 

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import SelectionError
-from streamloader.order.selection import AllBut
 from streamloader.order.weights import Drawn, scale_weights
+from streamloader.samples import AllBut
 
 GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["weights"]
 

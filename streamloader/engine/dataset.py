@@ -200,7 +200,7 @@ class Dataset:
             return self.store.url
         (side, rows), stored = self.side(name), np.array([sample])
         stored = stored if rows is None else rows[stored]
-        stored = stored if side.remaining is None else side.remaining.stored(stored)
+        stored = stored if side.remaining is None else side.remaining[stored]
         layout = side.manifest.fields[name]
         return f"{side.store.url}/{layout.shard_key(name, int(stored[0]) // layout.shard)}"
 

@@ -225,7 +225,7 @@ class ClipReader(FieldReader):
 
     def _locate(self, video: int, size: int) -> tuple[str, int]:
         """Return the object that has a video of `size` bytes, and where it begins there."""
-        stored = video if self._remaining is None else int(self._remaining.stored(np.array([video]))[0])
+        stored = video if self._remaining is None else int(self._remaining[np.array([video])][0])
         shard, chunk = divmod(stored, self.layout.shard)
         starts, stops, _ = self.table.shard(shard)
         path, found = self.layout.shard_key(self.name, shard), int(stops[chunk] - starts[chunk])

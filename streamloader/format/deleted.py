@@ -5,7 +5,6 @@ these from 0: sample j of it is the j-th stored sample that is not deleted.
 """
 
 import hashlib
-from bisect import bisect_left
 from functools import partial
 
 import numpy as np
@@ -17,52 +16,14 @@ from streamloader.format.codecs import ZSTD_LEVEL, decompress_exactly, with_chec
 from streamloader.format.manifest import Deleted, Manifest, deleted_path
 from streamloader.format.opening import reread
 from streamloader.format.tables import LengthTable, get_page
+from streamloader.samples import AllBut
 from streamloader.storage.store import Store
 
 Ints = NDArray[np.int64]
 
 
-class Remaining:
-    """The samples of a version that remain of `num_stored`, without those in `deleted`, ascending and distinct.
-
-    It takes 8 bytes for each deleted sample.
-    """
-
-    def __init__(self, num_stored: int, deleted: Ints) -> None:
-        self.num_stored = num_stored
-        self._before = deleted - np.arange(deleted.size)  # the number of remaining samples before each deleted one
-
-    def __len__(self) -> int:
-        return self.num_stored - self._before.size
-
-    @property
-    def deleted(self) -> Ints:
-        """The deleted samples, by their numbers among the stored ones."""
-        return self._before + np.arange(self._before.size)
-
-    def stored(self, samples: Ints) -> Ints:
-        """Return the numbers among the stored samples of these samples of the version."""
-        return samples + np.searchsorted(self._before, samples, side="right")
-
-    def count(self, start: int, stop: int) -> tuple[int, int]:
-        """Return which samples of the version, as [first, stop), are among the stored ones [start, stop)."""
-        return start - self._deleted_before(start), stop - self._deleted_before(stop)
-
-    def find(self, stored: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return the samples of the version among these stored ones, ascending, and which of these remain."""
-        deleted = np.append(self.deleted, -1)
-        before = np.searchsorted(deleted[:-1], stored)
-        left = deleted[before] != stored
-        return (stored - before)[left], left
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes."""
-        return self._before.nbytes
-
-    def _deleted_before(self, stored: int) -> int:
-        """Return the number of deleted samples before a stored one."""
-        return bisect_left(range(self._before.size), stored, key=lambda index: int(self._before[index]) + index)
+# The samples of a version: the stored ones but those that it deleted.
+Remaining = AllBut
 
 
 def read_remaining(store: Store, manifest: Manifest) -> Remaining | None:
@@ -81,7 +42,7 @@ def read_lengths(store: Store, manifest: Manifest, name: str, remaining: Remaini
     Raises as `LengthTable.read`.
     """
     lengths = LengthTable(store, manifest, name).read()
-    return lengths if remaining is None else np.delete(lengths, remaining.deleted)
+    return lengths if remaining is None else np.delete(lengths, remaining.excluded)
 
 
 def write_deleted(store: Store, generation: int, numbers: Ints) -> Deleted:

@@ -164,18 +164,18 @@ class FieldReader:
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"samples [{start}, {stop}) are out of range: the dataset has {self.num_samples}")
         if self._remaining is not None:
-            return self._runs_of(self._remaining.stored(np.arange(start, stop)), start, max_bytes)
+            return self._runs_of(self._remaining[start:stop], start, max_bytes)
         return self._runs(start, stop, max_bytes)
 
     def chunk_samples(self, sample: int) -> tuple[int, int]:
         """Return the samples [first, stop) of the chunk that has a sample."""
-        stored = sample if self._remaining is None else int(self._remaining.stored(np.array([sample]))[0])
+        stored = sample if self._remaining is None else int(self._remaining[np.array([sample])][0])
         start = stored - stored % self.layout.chunk
         return self._numbers(start, min(start + self.layout.chunk, self._num_stored))
 
     def _numbers(self, start: int, stop: int) -> tuple[int, int]:
         """Return which samples, as [first, stop), are among the stored ones [start, stop)."""
-        return (start, stop) if self._remaining is None else self._remaining.count(start, stop)
+        return (start, stop) if self._remaining is None else self._remaining.within(start, stop)
 
     def _runs(self, start: int, stop: int, max_bytes: int) -> list[Run]:
         """Return the requests that cover the stored samples [start, stop)."""
@@ -194,7 +194,7 @@ class FieldReader:
     def knows_runs(self, start: int, stop: int) -> bool:
         """Return whether `runs` needs no request, since the pages of the chunk table are cached."""
         if self._remaining is not None and start < stop:
-            start, last = self._remaining.stored(np.array([start, stop - 1])).tolist()
+            start, last = self._remaining[np.array([start, stop - 1])].tolist()
             stop = last + 1
         return all(map(self.table.is_cached, range(start // self.layout.shard, -(-stop // self.layout.shard))))
 
@@ -204,7 +204,7 @@ class FieldReader:
         Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `first_row` is the output row of
         the first sample. Raises as `runs`.
         """
-        stored = samples if self._remaining is None else self._remaining.stored(samples)
+        stored = samples if self._remaining is None else self._remaining[samples]
         return self._runs_of(stored, first_row, MAX_REQUEST)
 
     def runs_at(self, samples: NDArray[np.int64], first_row: int) -> list[Run]:

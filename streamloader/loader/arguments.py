@@ -55,8 +55,8 @@ from streamloader.zarr.sampling import open_arrays
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.packing import Packed
-    from streamloader.order.selection import AllBut
     from streamloader.order.weights import Selection
+    from streamloader.samples import AllBut
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 # a rule for all values of different sizes, one for each field, or a function of the samples of a batch

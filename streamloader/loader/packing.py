@@ -80,7 +80,7 @@ def _lengths(dataset: Dataset, name: str) -> Iterator[NDArray[Any]]:
     for page in table.pages():
         lengths = page // np.uint32(item)
         if remaining is not None:
-            lengths = np.delete(lengths, _between(remaining.deleted, stored, stored + page.size))
+            lengths = np.delete(lengths, _between(remaining.excluded, stored, stored + page.size))
         stored, begin, first = stored + page.size, first, first + lengths.size
         if excluded is not None:
             lengths = np.delete(lengths, _between(excluded, begin, first))

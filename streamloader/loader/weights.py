@@ -25,7 +25,7 @@ from streamloader.storage import open_beside
 from streamloader.storage.store import Store
 
 if TYPE_CHECKING:
-    from streamloader.order.selection import AllBut
+    from streamloader.samples import AllBut
 
 BALANCED = "balanced:"
 

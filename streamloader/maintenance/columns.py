@@ -269,7 +269,7 @@ def _with_blanks(source: RowSource, remaining: Remaining) -> RowSource:
         fragment = source.fragment(rows) if len(rows) else None
         return partial(_spread, fragment, rows, left, source.fields)
 
-    return replace(source, num_samples=remaining.num_stored, fragment=cut)
+    return replace(source, num_samples=remaining.num_samples, fragment=cut)
 
 
 def _spread(

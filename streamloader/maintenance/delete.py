@@ -150,7 +150,7 @@ class _Delete(Addition):
         """All samples that the new version leaves out, by their numbers among the stored ones."""
         if self._remaining is None:
             return self._samples
-        return np.union1d(self._remaining.deleted, self._remaining.stored(self._samples))
+        return np.union1d(self._remaining.excluded, self._remaining[self._samples])
 
     @cached_property
     def details(self) -> Mapping[str, Any]:

@@ -406,7 +406,7 @@ class DatasetView:
 
     def numbers(self, stored: Samples) -> Samples:
         """Return the numbers of the samples among the stored ones [first, stop)."""
-        return stored if self.remaining is None else self.remaining.count(*stored)
+        return stored if self.remaining is None else self.remaining.within(*stored)
 
     @property
     def appending(self) -> bool:

@@ -23,7 +23,7 @@ from streamloader.errors import SelectionError
 from streamloader.order.epoch_order import distinct
 
 if TYPE_CHECKING:
-    from streamloader.order.selection import AllBut
+    from streamloader.samples import AllBut
 
 Ints = NDArray[np.int64]
 Sizes = NDArray[np.uint32]

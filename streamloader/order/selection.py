@@ -9,43 +9,9 @@ from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
 from streamloader.order.epoch_order import distinct
+from streamloader.samples import AllBut
 
 Ints = NDArray[np.int64]
-
-
-class AllBut:
-    """The numbers of all `num_samples` samples of a dataset but those in `excluded`, ascending and distinct.
-
-    It is what an int64 array of the selected numbers is to its users: it has a length and `nbytes`, and returns the
-    selected numbers at a slice, or at an array of indexes >= 0. It takes 8 bytes for each excluded sample.
-    """
-
-    def __init__(self, num_samples: int, excluded: Ints) -> None:
-        self.num_samples = num_samples
-        self._before = excluded - np.arange(excluded.size)  # the number of selected samples before each excluded one
-
-    def __len__(self) -> int:
-        return self.num_samples - self._before.size
-
-    def __getitem__(self, key: slice | Ints) -> Ints:
-        indexes = np.arange(*key.indices(len(self))) if isinstance(key, slice) else key
-        return indexes + np.searchsorted(self._before, indexes, side="right")
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes."""
-        return self._before.nbytes
-
-    @property
-    def excluded(self) -> Ints:
-        """The excluded samples."""
-        return self._before + np.arange(self._before.size)
-
-    def count_chunks(self, chunk: int) -> int:
-        """Return the number of chunks of `chunk` samples with some selected ones."""
-        chunks, counts = np.unique(self.excluded // chunk, return_counts=True)
-        empty = counts == np.minimum(chunk, self.num_samples - chunks * chunk)
-        return -(-self.num_samples // chunk) - int(np.count_nonzero(empty))
 
 
 def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:

@@ -24,7 +24,7 @@ from streamloader.errors import SelectionError
 from streamloader.order.epoch_order import distinct, permute
 
 if TYPE_CHECKING:
-    from streamloader.order.selection import AllBut
+    from streamloader.samples import AllBut
 
 Ints = NDArray[np.int64]
 Units = NDArray[np.uint64]
