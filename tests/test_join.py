@@ -19,6 +19,7 @@ from test_bad_samples import damage, jpeg
 import streamloader as sl
 from streamloader.errors import FieldError, MixtureError, SelectionError, StateError, UsageError
 from streamloader.format.reader import FieldReader
+from streamloader.loader import join as join_module
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -89,10 +90,10 @@ def stream(url: Any, batch: int = 16, **options: Any) -> StreamingDataset:
 @pytest.mark.parametrize("on", ["id", ("name", "key")])
 def test_each_sample_has_the_fields_of_its_key_on_both_sides(on, workers, left, right):
     names = None if on == "id" else [name for name in RIGHT if name not in ("id", "key")]
-    ds, alone = stream(sl.Join(left, right, on=on, fields=names), num_workers=workers), stream(left)
+    ds = stream(sl.Join(left, right, on=on, fields=names), num_workers=workers)
     assert ds.fields.keys() == LEFT.keys() | RIGHT.keys() - ({"key"} if names else set())
     for _ in range(2):
-        assert flat(map(check_values, ds)) == seen(alone)
+        assert sorted(flat(map(check_values, ds))) == [*range(N)]
     assert ds.stats().samples == 2 * N
     ds.close()
 
@@ -363,3 +364,41 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
         stream(sl.Join(left, right, on="id"), fields=["tokens"], pack={"tokens": sl.Pack(8, fit="best")})
     with pytest.raises(FieldError, match=r"there is no field 'nope'; choose from id, name, x, .*score"):
         stream(sl.Join(left, right, on="id"), fields=["nope"])
+
+
+def test_blocks_are_those_of_the_side_with_the_larger_samples_and_may_cut_the_chunks_of_the_other(left, tmp_path):
+    """Blocks of samples that are all held in memory have one sample, which would read a chunk for each."""
+    held = write(tmp_path / "held", {"id": "int64", "score": "float64"}, right_value, reversed(range(N)))
+    large = write(tmp_path / "large", {"id": "int64", "large": "float32[5000]"}, right_value, range(N))
+    blocks = {url: sl.open(url).manifest.order.block for url in (left, large)}
+    assert blocks[large] < blocks[left]
+    for side, other, block in ((held, left, blocks[left]), (left, large, blocks[large]), (large, left, blocks[large])):
+        ds = stream(sl.Join(side, other, on="id"))
+        assert ds._first.sources[0].params.block == block
+        assert sorted(flat(map(check_values, ds))) == list(range(N))
+        assert flat(map(check_values, stream(sl.Join(side, other, on="id"), shuffle=False))) == [
+            int(i) for i in sl.open(side)[:]["id"]
+        ]
+    assert sorted(flat(map(check_values, stream(sl.Join(left, large, on="id"), shuffle=sl.Shuffle(block=3))))) == [
+        *range(N)
+    ]
+
+
+def test_the_first_pass_warns_of_a_right_side_that_is_read_many_times(tmp_path, monkeypatch):
+    """The factor that it names is that of the bytes that are read."""
+    monkeypatch.setattr(join_module, "BYTES", 0)
+    ids = {"a": np.arange(512), "b": np.random.default_rng(4).permutation(512)}
+    for name, order in ids.items():
+        fields = {"id": "int64", f"{name}_vector": "uint8[1500]"}
+        with sl.Writer(tmp_path / name, fields, layout=SMALL, workers=1) as out:
+            vectors = np.random.default_rng(5).integers(0, 256, (512, 1500), dtype=np.uint8)
+            out.write_batch({"id": order, f"{name}_vector": vectors})
+    options = {"fields": ["b_vector"], "num_workers": 0, "shuffle": sl.Shuffle(block=64)}
+    ds = stream(sl.Join(tmp_path / "a", tmp_path / "b", on="id"), **options)
+    with pytest.warns(UserWarning, match=r"blocks of 64 samples of .*a read \d+ chunks of 'b_vector'") as caught:
+        assert len(list(ds)) == 32
+    times = int(str(caught[0].message).split("about ")[1].split()[0])
+    assert 6 < times < 10
+    assert ds.stats().bytes_fetched == pytest.approx(times * 512 * 1500, rel=0.2)
+    aligned = stream(sl.Join(tmp_path / "a", tmp_path / "b", on="index"), **options)
+    assert not join_module.describe_reads(aligned._datasets[0], 64)

@@ -181,15 +181,14 @@ class Dataset:
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
 
-        Of packed rows a block.
+        Of packed rows and joins a block.
 
         With a selection at least a block: selected samples begin anywhere in a chunk, so two units may read one chunk.
         """
-        if self.packed is not None:
+        if self.packed is not None or self.joined:
             return params.block
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
-        whole = self.selection is None and self.remaining is None and not self.joined
-        return chunk if whole else max(chunk, params.block)
+        return chunk if self.selection is None and self.remaining is None else max(chunk, params.block)
 
     def object_of(self, name: str, sample: int) -> str:
         """Return the URL of the object that has a sample of a field, by its number among all.

@@ -482,10 +482,13 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
     """Return the dataset's order with the overrides of `Shuffle`. Raises `UsageError` for a block that cuts chunks.
 
     A selection gets the order of a dataset of its size. Its blocks have about the bytes of the dataset's blocks, or
-    fewer if it is small; lanes and window follow from that. Packed rows have an order of their own likewise.
+    fewer if it is small; lanes and window follow from that. Packed rows have an order of their own likewise, and joined
+    samples blocks of the dataset whose samples are largest.
     """
     manifest, selection = dataset.manifest, dataset.selection
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
+    if dataset.joined and config.block is None:
+        pinned = _order_of_join(dataset, pinned)
     if dataset.packed is not None:
         pinned = _order_of_rows(dataset, dataset.packed, pinned.block / dataset.num_documents, config.block)
     if config.block is config.window is None and dataset.arrays is not None and dataset.arrays.order is not None:
@@ -497,9 +500,10 @@ def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
 
 
 def check_block(dataset: Dataset, block: int) -> None:
-    """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection, and of packed rows."""
+    """Raise `UsageError` for a block that cuts chunks. Any is valid with a selection, of packed rows, and of joins."""
     chunk = largest_chunk(dataset.manifest)
-    if dataset.selection is None and dataset.packed is None and block % chunk:
+    whole = dataset.selection is None and dataset.packed is None and not dataset.joined
+    if whole and block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
 
 
@@ -520,6 +524,18 @@ def _order_of(manifest: Manifest, selection: Selection | Clipped, block: int | N
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
     order = order_pin(count, block, decoded)
     return replace(order, lanes=min(order.lanes, manifest.order.lanes))
+
+
+def _order_of_join(dataset: Dataset, pinned: OrderPin) -> OrderPin:
+    """Return the order of joined samples, which is that of the left dataset, `pinned`, if its blocks have fewest."""
+    sides = [(dataset.manifest, pinned.block)] + [(of.manifest, of.manifest.order.block) for of, _ in dataset.joined]
+    layouts = [[*manifest.fields.values()] for manifest, _ in sides]
+    streamed = (not all(layout.resident for layout in each) for each in layouts)
+    block = min((block for (_, block), some in zip(sides, streamed, strict=True) if some), default=pinned.block)
+    if block == pinned.block:
+        return pinned
+    order = order_pin(dataset.num_samples, block, sum(layout.nbytes for each in layouts for layout in each))
+    return replace(order, lanes=min(order.lanes, pinned.lanes))
 
 
 def _order_of_rows(dataset: Dataset, packed: Packed, share: float, block: int | None) -> OrderPin:

@@ -104,7 +104,7 @@ def describe_reads(dataset: Dataset, block: int) -> str:
         if rows is None or layout.resident:
             continue
         whole, samples = min(layout.chunk, right.manifest.num_samples), right.manifest.num_samples
-        gap = GAP_BYTES * samples // max(1, layout.stored * whole)
+        gap = min(GAP_BYTES * samples // max(1, layout.stored), block) // whole  # no request is larger than a block
         numbers = [slice(at, at + block) if (of := dataset.selection) is None else of[at : at + block] for at in starts]
         chunks = sum(_chunks_read(rows[each] // layout.chunk, gap) for each in numbers) / len(starts)
         times = chunks * whole / min(block, count)
