@@ -41,9 +41,9 @@ def every(made: list[bytes]) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def url(made: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("clips") / "d"
-    with sl.Writer(path, {"video": "video", "label": "int64", "name": "text"}) as out:
+    with sl.Writer(path, {"video": "video", "label": "int64", "name": "text", "tok": "ragged:int32"}) as out:
         for number, video in enumerate(made):
-            out.write({"video": video, "label": number, "name": f"video {number}"})
+            out.write({"video": video, "label": number, "name": f"video {number}", "tok": [number] * number})
     return str(path)
 
 
@@ -349,7 +349,23 @@ def test_the_other_readers_of_a_block_of_clips_are_those_of_samples(url):
     assert "video_index" not in next(iter(dataset(url)))
 
 
+def test_clips_have_the_joined_fields_of_their_videos(url, tmp_path):
+    with sl.Writer(tmp_path / "d", {"label": "int64", "more": "float32[500]"}) as out:
+        for number in range(8)[::-1]:
+            out.write({"label": number, "more": np.full(500, number)})
+    joined = sl.Join(url, tmp_path / "d", on="label")
+    seen = []
+    for batch in dataset(joined):
+        assert np.array_equal(batch["more"][:, 0], batch["index"])
+        seen += clips_of(batch)
+    assert sorted(seen) == sorted(flat(read(url)))
+    with pytest.raises(errors.FieldError, match="clips= names 'video', which is not a field"):
+        dataset(sl.Join(tmp_path / "d", url, on="label"))
+
+
 # ---- errors
+
+PACKED = errors.UsageError, r"clips= with pack= of rows"
 
 
 @pytest.mark.parametrize(
@@ -362,6 +378,7 @@ def test_the_other_readers_of_a_block_of_clips_are_those_of_samples(url):
         ({"clips": {"video": sl.Clips(999)}}, errors.FieldError, "none of 8 videos is as long .* 83 frames"),
         ({"fields": ["label"]}, errors.FieldError, "'video', which is not fetched"),
         ({"weights": "label"}, errors.UsageError, "clips= with weights="),
+        ({"fields": ["video", "video_index", "tok"], "pack": {"tok": sl.Pack(9, fit="best")}}, *PACKED),
     ],
 )
 def test_clips_that_cannot_be_made_are_errors(given, kind, message, url):

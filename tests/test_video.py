@@ -1,6 +1,8 @@
 """Videos: their index, what is written and converted, and frames that are decoded without their file."""
 
 import io
+import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,35 @@ def test_frames_outside_of_the_edit_list_are_not_shown():
     index = indexed(bytes(video))
     assert (len(index.pts), len(index.shown), len(every)) == (40, 35, 35)
     assert np.array_equal(frames_of(index, bytes(video), [0, 1, 2, 30]), every[[0, 1, 2, 30]])
+
+
+def test_a_reader_of_the_specification_alone_decodes_a_frame():
+    video = videos.encode("hevc")
+    blob = index_video("video", video, 0)[0]
+    line, columns = blob.split(b"\n", 1)
+    head, found, at = json.loads(line), [], 0
+    for kind in "qqIIB":
+        size = struct.calcsize(f"<{head['frames']}{kind}")
+        found.append(struct.unpack_from(f"<{head['frames']}{kind}", columns, at))
+        at += size
+    assert at == len(columns)
+    times, starts, sizes, crcs, flags = found
+    order = sorted((i for i in range(head["frames"]) if not flags[i] & 2), key=lambda i: times[i])
+    stored = order[29]
+    first = max(i for i in range(stored + 1) if flags[i] & 1 and times[i] <= times[stored])
+    context = av.CodecContext.create(head["codec"], "r")
+    context.extradata = bytes.fromhex(head["extradata"])
+    frames = []
+    for i in [*range(first, stored + 1), None]:
+        packet = None
+        if i is not None:
+            data = video[starts[i] : starts[i] + sizes[i]]
+            assert crc32c.crc32c(data) == crcs[i]
+            packet = av.Packet(data)
+            packet.pts = times[i]
+        frames += context.decode(packet)
+    (frame,) = (frame for frame in frames if frame.pts == times[stored])
+    assert np.array_equal(frame.to_ndarray(format="rgb24"), videos.decode(video)[0][29])
 
 
 @pytest.mark.parametrize("turn", [90, 180, 270])

@@ -372,7 +372,7 @@ def read_clips(dataset: tuple[Store, Manifest, Remaining | None], name: str, cli
     if name not in manifest.fields or not manifest.fields[name].field.is_video:
         found = [each for each, layout in manifest.fields.items() if layout.field.is_video]
         kind = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
-        remedy = f"choose from {', '.join(found) or 'none: convert videos with fields={name: video}'}"
+        remedy = f"choose from {', '.join(found) or 'none: a field of videos has the type video when it is written'}"
         raise FieldError(f"clips= names {name!r}, which {kind}", remedy)
     if missing := {f"{name}_{suffix}" for suffix in BESIDE} - manifest.fields.keys():
         raise FieldError(f"{store.url} has no field {min(missing)!r} for videos", "convert the dataset again")
