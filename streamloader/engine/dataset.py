@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.order.weights import Selection
 
 THREADS = 8
+LATEST_BLOCKS = 16  # of which the documents are kept
 PIECE = 1 << 22  # samples of a resident field that are requested together: those that remain have numbers
 
 
@@ -111,6 +112,12 @@ class Dataset:
     def num_samples(self) -> int:
         """The number of selected samples, or of rows that they are packed into."""
         return self.num_documents if self.packed is None else len(self.packed)
+
+    @cached_property
+    def documents(self) -> Callable[[int, int], Ints]:
+        """The documents of the packed rows [start, stop), which loading a block asks for several times."""
+        assert self.packed is not None
+        return lru_cache(LATEST_BLOCKS)(self.packed.documents)
 
     @property
     def num_documents(self) -> int:
@@ -214,9 +221,10 @@ class Dataset:
         reader = self.readers[name]
         if isinstance(reader, RegionReader):
             return reader.runs(start, stop, chosen)
-        if self.packed is not None:
-            return reader.runs_of(self.packed.documents(start, stop), start)
         rows = self.side(name)[1]
+        if self.packed is not None:
+            documents = self.documents(start, stop)
+            return reader.runs_of(documents, start) if rows is None else reader.runs_at(rows[documents], start)
         if rows is not None:
             numbers = slice(start, stop) if self.selection is None else self.selection[start:stop]
             return reader.runs_at(rows[numbers], start)
@@ -239,8 +247,9 @@ class Dataset:
         return runs, reader.decoded_size(runs) if counted else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the readers."""
-        return {name: value for name, value in self.__dict__.items() if not name.endswith("readers")}
+        """Pickle without the readers, and the documents of the latest blocks."""
+        kept = self.__dict__.items()
+        return {name: value for name, value in kept if not name.endswith("readers") and name != "documents"}
 
 
 def share_readers(datasets: Sequence[Dataset]) -> None:

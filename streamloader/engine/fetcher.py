@@ -196,7 +196,7 @@ class Fetcher:
             return self._next_block
         self._next_block = block = LoadingBlock(*self._locate(ref), len(self._names))
         if block.dataset.packed is not None:
-            block.documents = block.dataset.packed.documents(block.ref.start, block.ref.stop)
+            block.documents = block.dataset.documents(block.ref.start, block.ref.stop)
         for name in self._names:
             try:
                 with block.dataset.readers[name].store.retries.waits_by(self.sleep):

@@ -34,6 +34,8 @@ def items_of(datasets: Sequence[Dataset]) -> FindItems:
     """
     packs = [dataset.packed for dataset in datasets]
     firsts = np.array(first_samples(datasets, selected=True))
+    if len(packs) == 1 and packs[0] is not None:
+        return packs[0].items
 
     def find(samples: Ints) -> Items:
         source = np.searchsorted(firsts, samples, side="right") - 1

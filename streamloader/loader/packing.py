@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.packing import CU_SEQLENS, DOCUMENTS, POSITIONS
 from streamloader.errors import FieldError, UsageError
-from streamloader.loader.arguments import Arguments, lengths_table
+from streamloader.loader.arguments import Arguments, lengths_of, lengths_table
 from streamloader.options import Pack
 from streamloader.order.packing import Packed
 from streamloader.order.schedule import Ints
@@ -72,7 +72,11 @@ def _alike(dataset: Dataset, names: Sequence[str]) -> Iterator[NDArray[Any]]:
 
 
 def _lengths(dataset: Dataset, name: str) -> Iterator[NDArray[Any]]:
-    """Yield the lengths of the selected samples of a field in elements, in pieces."""
+    """Yield the lengths of the selected samples of a field in elements, in pieces; of joined datasets in one."""
+    if dataset.joined:
+        of_all = lengths_of(dataset, name)
+        yield of_all if dataset.selection is None else of_all[dataset.selection[:]]
+        return
     table, item = lengths_table(dataset, name), dataset.manifest.fields[name].field.item_bytes
     remaining, selection = dataset.remaining, dataset.selection
     stored = first = 0
