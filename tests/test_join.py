@@ -360,8 +360,6 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
     ):
         with pytest.raises(UsageError, match=shown):
             make()
-    with pytest.raises(UsageError, match=r"packed rows of tokens, of the right side of a Join; write them"):
-        stream(sl.Join(left, right, on="id"), fields=["tokens"], pack={"tokens": sl.Pack(8, fit="best")})
     with pytest.raises(FieldError, match=r"there is no field 'nope'; choose from id, name, x, .*score"):
         stream(sl.Join(left, right, on="id"), fields=["nope"])
 

@@ -318,3 +318,19 @@ def test_a_plan_has_the_rows_and_their_padding(corpus, capsys):
     assert forecast_mixture([(corpus, 1.0)], options).num_samples == planned.num_samples
     with pytest.raises(errors.UsageError, match="--pack"):
         parse_packs("tokens")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_joined_field_is_packed_like_that_of_its_left_side(tmp_path, workers):
+    left, right = write(tmp_path / "left", count=200, others={"label": "int64"}), str(tmp_path / "right")
+    with sl.Writer(right, {"label": "int64", "weight": "ragged:uint8"}, layout=LAYOUT, num_samples=200) as out:
+        for document in reversed(range(200)):
+            tokens = np.arange(length_of(document)) + 1000 * document
+            out.write({"label": document, "weight": (tokens % 7).astype(np.uint8)})
+    packs, fields = {"tokens": PACK, "weight": sl.Pack(LENGTH, fit="best")}, ["tokens", "weight"]
+    dataset = stream(sl.Join(left, right, on="label"), pack=packs, fields=fields, num_workers=workers, exclude=[3, 7])
+    for batch in dataset:
+        rows_of({name: column for name, column in batch.items() if name != "weight"})
+        real = batch["tokens_documents"] >= 0
+        assert np.array_equal(batch["weight"], np.where(real, batch["tokens"] % 7, 0))
+        assert not {3, 7} & {*batch["tokens_documents"].ravel().tolist()}

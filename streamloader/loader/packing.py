@@ -46,9 +46,6 @@ def _packed(dataset: Dataset, names: Sequence[str], pack: Pack) -> Packed:
     if others := [name for name in dataset.names if name not in names]:
         problem = f"pack= of {', '.join(names)} with the fields {', '.join(others)}, which have a value per document"
         raise FieldError(problem, f"give fields={names}, or pack the others alike")
-    if joined := [name for name in names if dataset.side(name)[0] is not dataset]:
-        remedy = "write them to the left dataset with sl.add_columns"
-        raise UsageError(f"packed rows of {', '.join(joined)}, of the right side of a Join", remedy)
     if dataset.weights_digest is not None:
         remedy = "leave weights= out, and weigh sources with sl.Mixture"
         raise UsageError("weights= with packed rows, which have several documents each", remedy)
