@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import sys
+import threading
+import time
 from itertools import pairwise
 
 import datasets
@@ -86,6 +89,34 @@ def test_both_implementations_pack_the_same_rows(native, seed, length):
     most = rng.integers(1, length, endpoint=True)
     rests = rng.integers(0, most, edges[-1], endpoint=True).astype(np.uint32)
     assert plan_of(native, rests, edges, length) == plan_of(packing._pack, rests, edges, length)
+
+
+@needs_compiler
+def test_other_threads_run_while_many_documents_are_packed(native):
+    """No thread is made to give the lock away meanwhile: another one runs if packing does so itself."""
+    rests, edges = np.full(1 << 20, 3, np.uint32), np.arange(0, (1 << 20) + 1, 1 << 10)
+    out = np.zeros(1 << 20, np.uint16), np.zeros(1 << 20, np.uint32), np.zeros(1 << 10, np.int64)
+    counted, ends = [0], threading.Event()
+
+    def count():
+        while not ends.is_set():
+            counted[0] += 1
+            time.sleep(0)  # gives the lock away
+
+    def advanced():
+        before = counted[0]
+        native(rests, edges, 8, out)
+        return counted[0] > before
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=count, daemon=True)
+    thread.start()
+    sys.setswitchinterval(60)
+    try:
+        assert any(advanced() for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
 
 
 INVALID = [
