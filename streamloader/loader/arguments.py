@@ -548,7 +548,7 @@ def _order_of_rows(dataset: Dataset, packed: Packed, share: float, block: int | 
     count, documents = len(packed), dataset.num_documents
     if block is None:
         chunk_rows = max(layout.chunk for layout in dataset.layouts.values()) * count / documents
-        least = nearest_power(max(GROUP_ROWS, LEAST_CHUNKS * chunk_rows))
+        least = nearest_power(LEAST_CHUNKS * max(GROUP_ROWS, chunk_rows))
         block = min(nearest_power(share * count), max(1, next_power(count) // BLOCKS))
         block = max(block, min(least, next_power(count) // LEAST_BLOCKS), 1)
     order = order_pin(count, block, packed.real * sum(field.item_bytes for field in dataset.fields.values()))
@@ -578,7 +578,7 @@ def check_share(share: EpochShare) -> None:
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
 
 
-# Chunks in a block of packed rows, unless an epoch then has fewer blocks than the least.
+# Chunks and groups in a block of packed rows, unless an epoch then has fewer blocks than the least.
 LEAST_CHUNKS = 4
 LEAST_BLOCKS = 16
 # The numbers of samples are handled in pieces of this many bytes.
