@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import videos
 from added import SMALL
 from datasets import flat, seen, take
 from hypothesis import given, settings
@@ -400,3 +401,19 @@ def test_the_first_pass_warns_of_a_right_side_that_is_read_many_times(tmp_path, 
     assert ds.stats().bytes_fetched == pytest.approx(times * 512 * 1500, rel=0.2)
     aligned = stream(sl.Join(tmp_path / "a", tmp_path / "b", on="index"), **options)
     assert not join_module.describe_reads(aligned._datasets[0], 64)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_clips_of_videos_have_the_fields_that_are_joined_to_their_video(workers, tmp_path):
+    with sl.Writer(tmp_path / "videos", {"video": "video", "label": "int64"}) as out:
+        for i in range(4):
+            out.write({"video": videos.encode("h264", frames=16 + 4 * i, seed=i), "label": i})
+    right = write(tmp_path / "right", RIGHT, right_value, (3, 1, 0, 2))
+    join = sl.Join(tmp_path / "videos", right, on=("label", "id"), fields=["score", "caption", "vector"])
+    clips = {"clips": {"video": sl.Clips(4, step=4)}, "num_workers": workers}
+    alone, count = stream(tmp_path / "videos", 4, **clips), 0
+    assert alone.num_samples == stream(join, 4, **clips).num_samples == 4 + 5 + 6 + 7
+    for batch in stream(join, 4, **clips):
+        assert check_values({**batch, "id": batch["label"]}) == batch["label"][batch["valid"]].tolist()
+        count += int(batch["valid"].sum())
+    assert count == alone.num_samples
