@@ -242,16 +242,18 @@ def test_steps_that_are_gathered_together_have_the_columns_of_each_by_itself(
         (path / chunk.path).write_bytes(data)
         options |= {"on_error": bad, "max_bad": N}
     found = []
-    for most in (1, 7):
-        for name, number in (("LEAST_GROUPS", 1), ("MAX_STEPS_AT_ONCE", most), ("MAX_SHARED_STEPS", most)):
+    monkeypatch.setattr(engine, "LEAST_GROUPS", 1)
+    for most, padded_bytes in ((1, 1 << 20), (7, 1 << 20), (7, 0)):
+        for name, number in (("MAX_STEPS_AT_ONCE", most), ("MAX_SHARED_STEPS", most), ("PADDED_BYTES", padded_bytes)):
             monkeypatch.setattr(engine, name, number)
         dataset = sl.StreamingDataset(path, batch_size=4, with_index=True, seed=4, num_workers=workers, **options)
         assert dataset._engine().steps_at_once(dataset._first_share()) == most
         found.append(list(dataset))
         dataset.close()
-    for one, other in zip(*found, strict=True):
-        assert [*one] == [*other]
-        assert all(same(one[name], other[name]) for name in one)
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert [*one] == [*other]
+            assert all(same(one[name], other[name]) for name in one)
 
 
 def test_only_the_step_of_a_sample_beyond_the_last_edge_is_an_error(path, monkeypatch):

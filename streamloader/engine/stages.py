@@ -279,7 +279,7 @@ class Stages:
         seed: int,
         batched: bool,
     ) -> None:
-        self._pads = config.pads
+        self.pads = config.pads
         self._config, self._resident = replace(config, transform=None, collate=None), resident
         self._executor, self._seed, self._batched = executor, seed, batched
         self._transform = None if config.transform is None else weakref.ref(config.transform)
@@ -397,7 +397,7 @@ class Stages:
                     return
                 batch.columns |= columns
                 copies += found
-                if name in self._pads:
+                if name in self.pads:
                     steps = columns[name] if type(columns[name]) is tuple else (columns[name],)
                     padded = sum(math.prod(step.shape[:2]) for step in steps)
                     self._counters.add(elements=padded, padding_elements=padded - int(columns[name + LENGTHS].sum()))
