@@ -336,6 +336,24 @@ def test_boxes_that_move_with_their_image_are_padded_after_that(path):
             assert not other["boxes_valid"][row, count:].any()
 
 
+def unchanged(sample):
+    return sample
+
+
+@pytest.mark.parametrize("transform", [None, unchanged])
+@pytest.mark.parametrize("rule", ["list", "nested", "pad"])
+def test_what_is_valid_of_boxes_is_collated_as_the_boxes_are(path, rule, transform):
+    options = {"fields": ["image", "boxes"], "decode": sl.Decode(size=(32, 32), boxes="boxes"), "transform": transform}
+    for one, other in zip(batches(path, **options), batches(path, **options, collate=rule), strict=True):
+        edges = one["boxes_offsets"].tolist()
+        assert "boxes_valid_offsets" not in other
+        for row, (begin, end) in enumerate(pairwise(edges)):
+            boxes, valid = other["boxes"][row][: end - begin], other["boxes_valid"][row][: end - begin]
+            assert torch.equal(boxes, one["boxes"][begin:end])
+            assert torch.equal(valid, one["boxes_valid"][begin:end])
+        assert rule != "pad" or other["boxes_valid"].shape == other["boxes"].shape[:2]
+
+
 @given(st.data())
 def test_arrays_are_padded_along_their_first_axes(data):
     axes = data.draw(st.integers(1, 3))

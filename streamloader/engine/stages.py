@@ -228,9 +228,13 @@ class LoaderConfig:
         """How ragged fields are padded when they are gathered: not before they are moved, transformed or collated."""
         if self.transform is not None or self.collate is not None:
             return {}
+        return {name: rule for name, rule in self.rules.items() if isinstance(rule, Pad) and name not in self.moved}
+
+    @property
+    def moved(self) -> set[str | None]:
+        """The fields of boxes and key points that move with their images."""
         options = [decoder.options for decoder in self.decoders.values()]
-        moved = {name for each in options for name in (each.boxes, each.keypoints)}
-        return {name: rule for name, rule in self.rules.items() if isinstance(rule, Pad) and name not in moved}
+        return {name for each in options for name in (each.boxes, each.keypoints)}
 
     @property
     def rows(self) -> dict[str, Pack]:
@@ -298,7 +302,8 @@ class Stages:
         self._names = list(chain.from_iterable(columns))
         self._gathered = [field for field in fields if field.name not in decoders]
         self._encoded = {field.name: field for field in fields if isinstance(field, Chunks) and field.name in decoders}
-        self._ragged = [field.name for field in fields if field.field.kind == "ragged"]
+        ragged = [field.name for field in fields if field.field.kind == "ragged"]
+        self._ragged = [*ragged, *(f"{name}_valid" for name in config.moved.intersection(ragged))]
         self.decodes = bool(decoders)
         self.more_batches = MORE_BATCHES if executor.workers else 0
         self._decoders = {

@@ -680,6 +680,7 @@ def choose_rules(
         rules[name] = _image_rule(name, rule) if name in images else Pad() if rule == "pad" else rule
         if isinstance(rule, Pad) and name in fields and fields[name].kind == "ragged":
             _check_pad(name, fields[name], rule)
+    rules |= _valid_rules(rules, given, decoders)
     columns = [f"{name}_lengths" for name, rule in rules.items() if isinstance(rule, Pad)]
     columns += [f"{name}_mask" for name, rule in rules.items() if isinstance(rule, Pad) and rule.mask]
     if taken := sorted(fields.keys() & set(columns)):
@@ -688,6 +689,24 @@ def choose_rules(
 
 
 _TWICE = "leave the field out with fields="
+
+
+def _valid_rules(
+    rules: Mapping[str, Collate], given: Arguments, decoders: Mapping[str, ImageDecoder]
+) -> dict[str, Collate]:
+    """Return the rules of the columns that say which boxes or key points are valid: those of these.
+
+    They are padded together with these, unless a transform comes between.
+    """
+    options = [decoder.options for decoder in decoders.values()]
+    moved = {name for each in options for name in (each.boxes, each.keypoints)}
+    valid: dict[str, Collate] = {}
+    for name, rule in rules.items():
+        if name in moved and not isinstance(rule, Pad):
+            valid[f"{name}_valid"] = rule
+        elif name in moved and isinstance(rule, Pad) and given.transform is not None:
+            valid[f"{name}_valid"] = replace(rule, value=0, mask=False)
+    return valid
 
 
 def _image_rule(name: str, rule: Collate) -> Collate:
