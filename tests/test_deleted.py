@@ -22,6 +22,7 @@ from streamloader.errors import (
     MissingObjectError,
     ModifiedError,
     SelectionError,
+    StateError,
     UsageError,
     VersionError,
 )
@@ -172,6 +173,14 @@ def test_selections_and_states_count_the_samples_of_the_version(data, tmp_path):
     going_on = sl.NumpyDataset(data, batch_size=4, seed=1)
     going_on.load_state_dict(old)
     assert [batch["n"].tolist() for batch in going_on] == then, "a run goes on on the version before"
+
+
+def test_states_of_erased_versions_are_errors_that_say_so(data):
+    state = sl.NumpyDataset(data, batch_size=4).state_dict()
+    sl.delete(data, ids=[3], erase=True)
+    for force in (False, True):
+        with pytest.raises(StateError, match=r"open version 1, .*; if it was erased, start without the state"):
+            sl.NumpyDataset(data, batch_size=4).load_state_dict(state, force=force)
 
 
 def test_exports_and_conversions_have_the_samples_that_remain(data, tmp_path):

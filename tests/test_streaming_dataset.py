@@ -293,6 +293,7 @@ def test_ranks_share_every_global_batch(url, size, shuffle, recwarn):
     assert bool(warned) == (shuffle and size in (3, 11))
     assert all(f"{size} consumers" in text or f"{size} ranks are more than" in text for text in warned)
     assert not warned or size == 3 or any("set shuffle=Shuffle(lanes=16)" in text for text in warned)
+    assert {warning.filename for warning in recwarn} <= {__file__}, "warnings name the line of the loop"
 
 
 @pytest.mark.parametrize("kind", [StreamingDataset, Mixture])

@@ -90,8 +90,14 @@ class Source(Sampling):
     storage_options: Mapping[str, Any] | None = field(default_factory=dict, repr=False)  # may have secrets
     version: int | None = None
     exclude: ExcludeChoice = None
-    weights: WeightsChoice = field(default=None, repr=False)
+    weights: WeightsChoice = None
     replacement: bool = True
+
+    def __repr__(self) -> str:
+        """Return the URL and the arguments that are given, cut at 60 characters each, without storage options."""
+        given = [one.name for one in fields_of(self) if one.repr and getattr(self, one.name) is not one.default]
+        given.sort(key=("url", "split").__contains__, reverse=True)
+        return f"Source({', '.join(f'{name}={getattr(self, name)!r:.60}' for name in given)})"
 
 
 @dataclass(frozen=True)

@@ -526,7 +526,7 @@ class Loader:
             REPEATED_EPOCH.format(start.epoch) if first and again and left and again + left > 2 and not steps else "",
         ):
             if text:
-                warnings.warn(text, stacklevel=3)
+                warnings.warn(text, stacklevel=4)
         loaded = self._at.loaded and not self._at.steps
         self._start = start
         self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra))

@@ -101,6 +101,18 @@ class SourceIdentity(NamedTuple):
         return _differences({name: getattr(self, name) for name in compared}, current)
 
 
+_REOPEN = "open the dataset as it was when the state was saved, or start without the state"
+
+
+def _remedy(differing: Sequence[str], saved: SourceIdentity, current: SourceIdentity) -> str:
+    """Return what to do about a state with the source `saved` that cannot be loaded because of what is `differing`."""
+    if len(differing) == 1 and differing[0].startswith("digest"):
+        return "open the dataset that the state is of, or pass force=True if this is a copy of it"
+    if saved.digest != current.digest and saved.version not in (0, current.version):
+        return f"open version {saved.version}, which the state is of; if it was erased, start without the state"
+    return _REOPEN
+
+
 def _differences(saved: dict[str, Any], current: object) -> list[str]:
     pairs = [(name, value, getattr(current, name)) for name, value in saved.items()]
     return [f"{name} {value!r} instead of {expected!r}" for name, value, expected in pairs if value != expected]
@@ -386,9 +398,7 @@ class RunState:
         if not self.stop:
             differing = sources[0].differences(self.sources[0], self.given, force=force) + differing
         if differing:
-            remedy = "open the dataset as it was when the state was saved, or start without the state"
-            if counted and len(differing) == 1 and differing[0].startswith("digest"):
-                remedy = "open the dataset that the state is of, or pass force=True if this is a copy of it"
+            remedy = _remedy(differing, sources[0], self.sources[0]) if counted else _REOPEN
             raise StateError(f"the state is of another run: it has {', '.join(differing)}", remedy)
         numbers, params = self._match_sources(sources, force=force), self._params
         for number, source in zip(numbers, sources, strict=True):
