@@ -379,7 +379,7 @@ def test_weights_count_the_elements_of_a_field_where_they_are_asked_to(tmp_path)
     nested = Mixture({Mixture({long: 1, short: 1}, weigh="tok", **options): 1, mixed: 1}, **options)
     assert list(nested.shares().values()) == pytest.approx([0.1, 0.4, 0.5], abs=0.001)
     for error, keys, shown in [
-        (errors.FieldError, {long: 1}, "no variable-length field 'label' to weigh by"),
+        (errors.FieldError, {long: 1}, "no variable-length field 'label' to weigh by; name one of tok; "),
         (errors.MixtureError, {Mixture({long: 1, short: 1}, **options): 1}, "weigh='label' of nested mixtures"),
     ]:
         with pytest.raises(error, match=shown):

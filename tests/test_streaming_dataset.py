@@ -319,6 +319,16 @@ def test_an_argument_of_other_loaders_is_a_type_error_that_names_ours(url, kind,
         kind(url, batch_size=8, shufle=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"), [("split", "Source(url, split=)"), ("bucket_by", "StreamingDataset(bucket_by=)")]
+)
+def test_an_argument_of_a_dataset_is_a_type_error_of_a_mixture_that_names_the_source(url, name, ours):
+    with pytest.raises(
+        TypeError, match=re.escape(f"Mixture() got an unexpected keyword argument {name!r}: use {ours}")
+    ):
+        Mixture({url: 1}, batch_size=8, **{name: None})
+
+
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"batch_size": 0}, BatchError, "batch_size=0"),
     ({"batch_size": -3}, BatchError, "batch_size=-3"),

@@ -224,7 +224,11 @@ def test_boxes_that_would_stay_behind_are_an_error(pictures):
 
 
 WRONG = [
-    (sl.Decode(boxes="number"), FieldError, r"Decode\(boxes='number'\) names a field that is int64"),
+    (
+        sl.Decode(boxes="number"),
+        FieldError,
+        r"Decode\(boxes='number'\) names a field that is int64; choose from boxes, corn",
+    ),
     (sl.Decode(keypoints="boxes"), FieldError, r"keypoints='boxes'\) names a field that is ragged:float32\[4\]"),
     (sl.Decode(masks="absent"), FieldError, r"masks='absent'\) names a field that is not fetched"),
     (sl.Decode(masks="boxes"), FieldError, "masks are encoded images"),

@@ -447,7 +447,13 @@ def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -
         field = fields.get(name)
         if field is None or (field.kind == "bytes") != (option == "masks") or field.shape[-1:] not in _TARGETS[option]:
             problem = f"Decode({option}={name!r}) names a field that is {field or 'not fetched'}"
-            raise FieldError(problem, "boxes have 4 numbers, key points 2 or 3, and masks are encoded images")
+            known = [
+                each
+                for each, of in fields.items()
+                if (of.kind == "bytes") == (option == "masks") and of.shape[-1:] in _TARGETS[option]
+            ]
+            remedy = f"choose from {', '.join(known) or 'none'}: boxes have 4 numbers, key points 2 or 3"
+            raise FieldError(problem, f"{remedy}, and masks are encoded images")
     moved = [name for name, _ in named]
     viewed = [f"{name}_{view}" for name, decode in options.items() for view in decode.views or ()]
     replaced = {name for name, decode in options.items() if decode.views}

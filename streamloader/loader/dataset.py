@@ -189,7 +189,11 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     layout = side.manifest.fields.get(name)
     if dataset.arrays is not None or layout is None or layout.field.fixed:
         problem = f"{side.store.url} has no variable-length field {name!r} to weigh by"
-        raise FieldError(problem, "name a field like ragged:int32, bytes or text")
+        known = (
+            [] if dataset.arrays is not None else [n for n, of in side.manifest.fields.items() if not of.field.fixed]
+        )
+        remedy = f"name one of {', '.join(known) or 'none'}; schedule_by= also takes 'steps' and 'samples'"
+        raise FieldError(problem, remedy)
     total = layout.nbytes
     if any(each is not None for each in (dataset.selection, side.remaining, rows)):
         if name not in side.manifest.lengths:

@@ -23,6 +23,12 @@ ELSEWHERE = {
 }
 
 
+# arguments of a dataset, and what a mixture has for them
+_OF_SOURCES = {
+    **{name: f"Source(url, {name}=) as a key" for name in ("split", "where", "exclude", "replacement", "version")},
+    "weights": "Mixture({a: 0.7, b: 0.3}) for those of sources, Source(url, weights=) for those of samples",
+    "bucket_by": "StreamingDataset(bucket_by=), since a mixture has no buckets",
+}
 _SOURCES = "Mixture(..., {}=), whose sources may be parts of one dataset: Source(url, where=), Source(url, weights=)"
 
 
@@ -38,8 +44,9 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
-        elsewhere = ELSEWHERE
-        if not issubclass(cls, NumpyMixture):
+        if issubclass(cls, NumpyMixture):
+            elsewhere = ELSEWHERE | _OF_SOURCES
+        else:
             elsewhere = ELSEWHERE | {name: _SOURCES.format(name) for name in ("schedule", "schedule_by")}
         for name in given.keys() & elsewhere.keys():
             raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {elsewhere[name]}")
