@@ -121,7 +121,7 @@ def test_wrong_reads_are_errors():
         DATASET.lengths("nope")
     with pytest.raises(errors.FieldError, match=r"of field 'image'; its samples all have the shape \(40, 33\)"):
         DATASET.lengths("image")
-    with pytest.raises(errors.FieldError, match="of field 'words'; convert the dataset again"):
+    with pytest.raises(errors.FieldError, match="of field 'words'; run streamloader lengths URL"):
         Dataset(Opened(replace(DATASET.manifest, lengths={}), STORE, ())).lengths("words")
     with pytest.raises(IndexError):
         DATASET.read("image", 0, COUNT + 1)

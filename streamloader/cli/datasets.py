@@ -1,4 +1,4 @@
-"""`streamloader convert`, `append`, `log`, `diff`, `inspect`, `verify`, `export` and `rm-incomplete`."""
+"""The commands that make, change and inspect datasets, from `streamloader convert` to `rm-incomplete`."""
 
 from __future__ import annotations
 
@@ -219,6 +219,34 @@ def delete(*, url: str, quiet: bool, **options: Any) -> None:
         text = f"{what}: {version}{erased}, {shown.seconds}"
     if not quiet:
         click.echo(text)
+
+
+@click.command()
+@click.argument("url")
+@option("--split", help="One split; default: all.")
+@shared.storage_option
+@shared.quiet_option
+def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], quiet: bool) -> None:
+    """Add the tables of lengths that the dataset at URL lacks, since an earlier release wrote it: a new version.
+
+    Reads the fields of bytes, text and ragged arrays without a table once. Those that opened the dataset before keep
+    reading the earlier version. Run the same command again to resume an interrupted one; streamloader append --abandon
+    ends it.
+    """
+    from streamloader.format.opening import read_root, split_names
+    from streamloader.maintenance.lengths import add_lengths
+    from streamloader.storage import open_store
+
+    names = [split] if split is not None else split_names(read_root(open_store(url, storage_options))) or [None]
+    for name in names:
+        with display(quiet, "interrupted: run the same command again to resume") as shown:
+            report = add_lengths(url, split=name, storage_options=storage_options, progress=shown.update)
+        text = f"no table of lengths is missing: {report.url} is unchanged"
+        if report.fields:
+            version = f"version {report.manifest.generation} has {counted(report.manifest.num_remaining, 'sample')}"
+            text = f"added the lengths of {', '.join(report.fields)} to {report.url}: {version}, {shown.seconds}"
+        if not quiet:
+            click.echo(text)
 
 
 @click.command()

@@ -6,7 +6,18 @@ from pathlib import Path
 import click
 
 from streamloader import __version__
-from streamloader.cli.datasets import append, convert, delete, diff, export, inspect, log, rm_incomplete, verify
+from streamloader.cli.datasets import (
+    append,
+    convert,
+    delete,
+    diff,
+    export,
+    inspect,
+    lengths,
+    log,
+    rm_incomplete,
+    verify,
+)
 from streamloader.cli.measure import bench, plan, stats
 from streamloader.cli.show import INTERRUPTED
 from streamloader.errors import StreamloaderError
@@ -29,7 +40,8 @@ def cli() -> None:
     """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
-for _command in (convert, append, delete, log, diff, inspect, verify, export, rm_incomplete, plan, bench, stats, demo):
+_DATASETS = convert, append, delete, lengths, log, diff, inspect, verify, export, rm_incomplete
+for _command in (*_DATASETS, plan, bench, stats, demo):
     cli.add_command(_command)
 
 

@@ -18,6 +18,7 @@ from streamloader.format.manifest import Field, Manifest
 from streamloader.format.metadata import field_document
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
+from streamloader.format.tables import ADD_LENGTHS
 from streamloader.format.values import from_bytes
 from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache
@@ -137,7 +138,7 @@ class Dataset:
         """
         self._check_field(field)
         if field not in self.manifest.lengths:
-            remedy = "convert the dataset again, or measure the samples of read()"
+            remedy = ADD_LENGTHS
             if self.fields[field].fixed:
                 remedy = f"its samples all have the shape {self.fields[field].shape}"
             raise FieldError(f"{self.url} has no table of lengths of field {field!r}", remedy)

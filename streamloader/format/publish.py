@@ -888,11 +888,14 @@ def drop_versions(store: Store, last: Manifest) -> None:
     store.delete([deleted_path(generation) for generation in range(2, kept)])
 
 
-def undo_extension(store: Store, base: Manifest, split: bool, fields: Iterable[Any] = ()) -> None:
+def undo_extension(
+    store: Store, base: Manifest, split: bool, fields: Iterable[Any] = (), with_lengths: Iterable[str] = ()
+) -> None:
     """Restore the version `base` to the byte after an append that was not published; call `clean_append` afterwards.
 
-    `fields` are the names of the fields that were to be added, from a claim, which anyone may have written. The root
-    document of a `split` may have been replaced already. Call it only while no append is running.
+    `fields` are the names of the fields that were to be added, from a claim, which anyone may have written;
+    `with_lengths` those of fields of `base` whose tables of lengths were. The root document of a `split` may have been
+    replaced already. Call it only while no append is running.
     """
     tails = plan_extension(store, base, 0).tails
     for name, layout in base.fields.items():
@@ -910,8 +913,9 @@ def undo_extension(store: Store, base: Manifest, split: bool, fields: Iterable[A
                 page = tables.LengthTable(store, base, name).shard(tail.shard)
                 store.put(tables.lengths_path(name, tail.shard), tables.encode_lengths(page, layout))
     documents = dataset_documents(base)
-    for name in set(_names(fields)) - {*base.fields}:
-        store.delete([path for array in (name, f"{tables.LENGTHS}/{name}") for path in _array_objects(store, array)])
+    added = set(_names(fields)) - {*base.fields}
+    for array in (*added, *(f"{tables.LENGTHS}/{name}" for name in (*added, *with_lengths))):
+        store.delete(_array_objects(store, array))
     if not base.lengths and [info.path for info in store.list(tables.LENGTHS)] == [f"{tables.LENGTHS}/{ROOT}"]:
         store.delete([f"{tables.LENGTHS}/{ROOT}"])
     for name in base.fields:

@@ -195,6 +195,7 @@ class ChunkTable:
 
 
 LENGTHS = "_streamloader/lengths"
+ADD_LENGTHS = "run streamloader lengths URL, then open the dataset again"  # what to do if a field has no table
 THREADS = 16
 PAGES = 256  # read at once
 READ_BYTES = 64 * MIB  # of the pages that are read at once, unless one page is larger

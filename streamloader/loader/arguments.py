@@ -23,7 +23,7 @@ from streamloader.format.deleted import Remaining, read_lengths, read_remaining
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import open_root
-from streamloader.format.tables import LengthTable
+from streamloader.format.tables import ADD_LENGTHS, LengthTable
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
     ON_BAD_SAMPLE,
@@ -271,8 +271,9 @@ def lengths_table(dataset: Dataset, name: str) -> LengthTable:
     manifest = dataset.manifest
     if dataset.arrays is not None or name not in manifest.lengths:
         problem = f"{dataset.store.url} has no table of lengths of field {name!r}"
-        fields = ", ".join(manifest.lengths) or "none: convert the dataset again"
-        raise FieldError(problem, f"fields with one are {fields}")
+        layout, fields = manifest.fields.get(name), ", ".join(manifest.lengths) or "none"
+        lacks = dataset.arrays is None and layout is not None and layout.can_have_lengths
+        raise FieldError(problem, ADD_LENGTHS if lacks else f"fields with one are {fields}")
     return LengthTable(dataset.store, manifest, name)
 
 

@@ -13,6 +13,7 @@ from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
 from streamloader.errors import FieldError, MixtureError, UsageError
 from streamloader.format.deleted import read_lengths
+from streamloader.format.tables import ADD_LENGTHS
 from streamloader.loader.arguments import (
     PIECE_BYTES,
     Arguments,
@@ -198,7 +199,7 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     if any(each is not None for each in (dataset.selection, side.remaining, rows)):
         if name not in side.manifest.lengths:
             problem = f"{side.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
-            raise FieldError(problem, "convert the dataset again, or leave where= and exclude= out")
+            raise FieldError(problem, f"{ADD_LENGTHS}, or leave where= and exclude= out")
         lengths = read_lengths(side.store, side.manifest, name, side.remaining)
         lengths = lengths if rows is None else lengths[rows]
         selection, piece = dataset.selection, PIECE_BYTES // 16

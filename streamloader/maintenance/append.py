@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +31,7 @@ from streamloader.format import publish
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
-from streamloader.format.opening import Opened, open_root, read_object
+from streamloader.format.opening import Opened, open_root, read_object, read_version
 from streamloader.format.video import without_index
 from streamloader.maintenance.erase import BEGUN
 from streamloader.options import Layout
@@ -42,6 +43,7 @@ ROUNDS = 5  # of writing again the shards that something else deletes or overwri
 # shards have: conversions round to a power of two, which is a factor of up to 1.4, and sizes of samples vary.
 GROWTH = 2
 _AGAIN = "convert all samples again"
+LENGTHS = "lengths"  # in the claim of an addition of tables of lengths
 MIXED = "mixed"  # the encoding of a field whose images have several: images of any encoding can be appended
 
 Classes = Mapping[str, Sequence[str]]
@@ -54,7 +56,7 @@ class AppendReport:
     `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `fields` are the names of added
     fields. `deleted` is the number of samples that a deletion leaves out, and `erased` that of all deleted samples if
     it erased their bytes. `shards` is the number of written shards, of which an earlier, interrupted run wrote
-    `shards_kept`.
+    `shards_kept`. Of tables of lengths, `fields` are those that got one.
     """
 
     url: str
@@ -146,9 +148,20 @@ def abandon(
         problem = f"the bytes of deleted samples of {store.url} are being erased, which cannot be undone"
         raise DestinationError(problem, "run streamloader delete again with the same arguments to finish it")
     fields = claim.get("fields")
-    publish.undo_extension(store, base, split is not None, fields if isinstance(fields, list) else ())
+    tables = _tables_added(opened) if claim.get("by") == LENGTHS else ()
+    publish.undo_extension(store, base, split is not None, fields if isinstance(fields, list) else (), tables)
     publish.clean_append(store)
     return True
+
+
+def _tables_added(opened: Opened) -> set[str]:
+    """Return the fields of which no version has a table of lengths, so that any pages are of the one to be ended."""
+    base = opened.manifest
+    names = {*base.fields} - {*base.lengths}
+    for version in range(1, base.generation):
+        with suppress(UsageError):  # whose manifest was not kept
+            names -= {*read_version(opened, version).lengths}
+    return names
 
 
 def end_published(store: Store, claim: Mapping[str, Any], manifest: Manifest) -> None:

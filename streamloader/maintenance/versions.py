@@ -23,7 +23,8 @@ class VersionDiff:
     """The difference of two versions of a dataset, which have the numbers `before` and `after`.
 
     `fields_changed` has the earlier and the later type of fields with the same name. `classes_added` are the new class
-    names by field. `bytes` is the difference of the stored sizes of all fields.
+    names by field, and `lengths_added` the earlier fields that got a table of lengths. `bytes` is the difference of the
+    stored sizes of all fields.
     """
 
     before: int
@@ -35,6 +36,7 @@ class VersionDiff:
     fields_changed: Mapping[str, tuple[Field, Field]]
     classes_added: Mapping[str, tuple[str, ...]]
     bytes: int
+    lengths_added: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         samples = {"appended": self.samples_added, "deleted": self.samples_deleted}
@@ -43,6 +45,7 @@ class VersionDiff:
             texts += [f"columns {verb}: {', '.join(names)}"] if names else []
         texts += [f"{name} changed from {old} to {new}" for name, (old, new) in self.fields_changed.items()]
         texts += [f"classes added to {name}: {', '.join(names)}" for name, names in self.classes_added.items()]
+        texts += [f"tables of lengths added: {', '.join(self.lengths_added)}"] if self.lengths_added else []
         return "; ".join(texts) or "no change"
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,7 +53,8 @@ class VersionDiff:
         changed = {name: [str(old), str(new)] for name, (old, new) in self.fields_changed.items()}
         classes = {name: list(names) for name, names in self.classes_added.items()}
         fields = {key: _texts(getattr(self, key)) for key in ("fields_added", "fields_removed")}
-        return {**vars(self), **fields, "fields_changed": changed, "classes_added": classes}
+        lengths = list(self.lengths_added)
+        return {**vars(self), **fields, "fields_changed": changed, "classes_added": classes, "lengths_added": lengths}
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def compare(before: Manifest, after: Manifest) -> VersionDiff:
         fields_changed={name: (old[name], new[name]) for name in old if new.get(name, old[name]) != old[name]},
         classes_added={name: tuple(names) for name, names in classes.items() if names and name in old},
         bytes=_stored(after) - _stored(before),
+        lengths_added=tuple(name for name in after.lengths if name in old.keys() - before.lengths.keys()),
     )
 
 
