@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
+from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import exchanged, window_bounds
 from streamloader.order.schedule import Share, World
@@ -39,14 +39,14 @@ def test_positions_are_exchanged_within_windows_and_each_is_taken_once(made):
     source = exchanged(share.bucket, share.order, positions)
     assert sorted(source.tolist()) == positions.tolist()
     for position, other in zip(positions.tolist(), source.tolist(), strict=True):
-        begin, end = window_bounds(share.bucket, share.order, position)
+        begin, end = window_bounds(*share.bucket[:2], share.num_samples, position)
         assert begin <= other < end or position == other
     some = positions[:: 1 + share.num_samples // 7]
     assert np.array_equal(exchanged(share.bucket, share.order, some), source[some])
 
 
 def naive(share: Share, table: np.ndarray) -> list[int]:
-    """The position whose sample each position gets, by rule 12 of the specification, one after the other."""
+    """The position whose sample each position gets, by rule 12 of the specification, lane by lane."""
     steps, group, _ = share.bucket
     order, count = share.order, share.num_samples
     case = reference_order.Case(
@@ -55,16 +55,14 @@ def naive(share: Share, table: np.ndarray) -> list[int]:
     samples, source = reference_order.samples(case), list(range(count))
     for number, begin in enumerate(range(0, count // group * group, steps * group)):
         k = min(steps, (count // group * group - begin) // group)
-        got = {}
+        key = (reference_order.keys(case)[2] + number) % 2**64
+        numbers = [reference_order.permuted(i, k, key) for i in range(k)]
         for lane in range(order.lanes):
             positions = [p for p in range(begin, begin + k * group) if p % order.lanes == lane]
-            in_order = sorted(positions, key=lambda p: (table[samples[p]], p))
-            got |= dict(zip(positions, in_order, strict=True))
-        key = (reference_order.keys(case)[2] + number) % 2**64
-        for i in range(k):
-            other = reference_order.permuted(i, k, key)
-            for c in range(group):
-                source[begin + i * group + c] = got[begin + other * group + c]
+            places = sorted(positions, key=lambda p: (numbers[(p - begin) // group], p))
+            taken = sorted(positions, key=lambda p: (table[samples[p]], p))
+            for place, other in zip(places, taken, strict=True):
+                source[place] = other
     return source
 
 
@@ -84,7 +82,7 @@ def test_the_steps_of_a_window_have_the_lengths_of_a_lane_in_order(made):
     if group % share.order.lanes:
         return
     for first in range(0, share.num_samples // group * group, steps * group):
-        begin, end = window_bounds(share.bucket, share.order, first)
+        begin, end = window_bounds(*share.bucket[:2], share.num_samples, first)
         by_step = lengths[begin:end].reshape(-1, group)
         for lane in range(share.order.lanes):
             columns = np.arange(lane, group, share.order.lanes)
@@ -274,8 +272,6 @@ def test_a_plan_tells_the_padding_with_and_without_buckets(texts):
     assert abs(dataset.stats().padding_share - within) < 0.1
     assert within < 0.6 * without
     assert forecast(texts, ForecastOptions(batch_size=12)).padding is None
-    with pytest.raises(errors.UsageError, match="bucket_by"):
-        forecast_mixture([(texts, 1.0)], options)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def _packed_line(planned: Forecast) -> Iterator[str]:
         yield f"packing   {documents}, {packed.padding:.2%} of them padding{left_out}"
 
 
-def _padding_line(planned: Forecast) -> Iterator[str]:
+def _padding_line(planned: Forecast | MixtureForecast) -> Iterator[str]:
     if planned.padding is not None:
         within, without = planned.padding
         yield f"padding   {within:.1%} of a padded batch, without buckets {without:.1%}"
@@ -221,7 +221,8 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
         click.echo(json.dumps(planned.to_dict(), indent=1))
         return
     click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
-    click.echo("\n".join([_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]))
+    lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about "), *_padding_line(planned)]
+    click.echo("\n".join(lines))
     click.echo(f"reading   {f'more than that: {planned.rereads}' if planned.rereads else 'each block once'}")
     fields = planned.sources[0].field_shares
     right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]

@@ -306,9 +306,6 @@ class Loader:
         # None: all of the version that is open
         self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
         self._datasets = self._open(self._sources, self._fields)
-        digest = self._datasets[0].bucket_digest
-        if mixture and digest is not None:
-            raise UsageError("Pack(balance='attention') of a mixture", "leave balance= out, or use a single dataset")
         self._config = self._choose_config(given, memory)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, arguments.leftmost(self._sources[0]).storage_options)
@@ -321,7 +318,7 @@ class Loader:
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
-            bucket=None if digest is None else (digest, given.bucket_steps, 0),
+            bucket=None if self._datasets[0].bucket_digest is None else (given.bucket_steps, 0),
             **mixture | self._weighed(self._datasets),
         )
         self._format = self._choose_format(given, mixed=bool(mixture))
@@ -407,9 +404,8 @@ class Loader:
             params = arguments.choose_order(dataset, self._order)
             excluded, weights = dataset.excluded, dataset.weights_digest
             packed = None if dataset.packed is None else dataset.packed.digest
-            chosen = manifest.digest, source.split, *samples, params
-            identity = SourceIdentity(*chosen, version, excluded, weights, packed, dataset.joined_digests)
-            identities.append(identity)
+            chosen = manifest.digest, source.split, *samples, params, version, excluded, weights, packed
+            identities.append(SourceIdentity(*chosen, dataset.bucket_digest, dataset.joined_digests))
         return tuple(identities)
 
     def __repr__(self) -> str:
@@ -782,7 +778,8 @@ class Loader:
         share = start.share(self._options.batch_size or 1, world, units)
         if start.bucket is None:
             return share
-        return replace(share, bucket=(*start.bucket[1:], self._datasets[0].lengths_of))  # type: ignore[type-var]
+        lengths: Any = tuple(dataset.lengths_of for dataset in self._datasets)
+        return replace(share, bucket=(*start.bucket, lengths if start.stop else lengths[0]))  # type: ignore[type-var]
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""

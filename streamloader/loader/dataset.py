@@ -284,6 +284,8 @@ class NumpyMixture(Loader):
         stall_seconds: float = 120.0,
         collate: CollateChoice = None,
         clips: ClipsChoice = None,
+        bucket_by: BucketChoice = None,
+        bucket_steps: int = 100,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":
@@ -329,11 +331,11 @@ class NumpyMixture(Loader):
     def set_weights(self, weights: Weights, *, at: int | None = None) -> int:
         """Give the sources other weights from `at` on, which counts what `schedule_by` names. Return `at`.
 
-        `at` counts from the beginning of the run; None is the earliest: after the batches that were returned. A source
-        that is not listed has the weight 0. Later weights of the schedule stay. Call it on all ranks after the same
-        batch with the same arguments, otherwise they go on with different orders. The state has the weights from now
-        on, so a run that resumes has them, also before `at`. A running pass goes on by a new plan, and reads what it
-        had prefetched again.
+        `at` counts from the beginning of the run; None is the earliest: after the batches that were returned, and with
+        `bucket_by=` after their window. A source that is not listed has the weight 0. Later weights of the schedule
+        stay. Call it on all ranks after the same batch with the same arguments, otherwise they go on with different
+        orders. The state has the weights from now on, so a run that resumes has them, also before `at`. A running pass
+        goes on by a new plan, and reads what it had prefetched again.
 
         If a source has no weight at the end that had one, or has one that had none, the current epoch may begin again
         here. Raises `MixtureError` for invalid weights and an `at` before the earliest, which it names; `UsageError`
@@ -363,10 +365,10 @@ class NumpyMixture(Loader):
         return chosen[0]
 
     def _count(self, state: RunState) -> tuple[int, Callable[[int], int]]:
-        """Return how much of what the schedule counts came before a state, and what gives the position of a count."""
+        """Return how much of what the schedule counts comes before weights may change, and what gives its position."""
         from streamloader.order.mixture import elements_before, position_after
 
-        now, size = state.run_position, self._rank.size * (self._options.batch_size or 1)
+        now, size = state.earliest_change, self._rank.size * (self._options.batch_size or 1)
         if self._schedule_by in ("steps", "samples"):
             unit = size if self._schedule_by == "steps" else 1
             return -(-now // unit), unit.__mul__

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamloader.engine.dataset import Dataset
+from streamloader.engine.dataset import Dataset, numbers_among_all
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, UsageError
@@ -171,8 +171,8 @@ class ForecastOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
-        shared = {name: getattr(self, name) for name in ("batch_size", "fields", "shuffle", "memory", "pack")}
-        return shared | {"world": (0, self.world_size)}
+        names = "batch_size", "fields", "shuffle", "memory", "pack", "bucket_by", "bucket_steps"
+        return {name: getattr(self, name) for name in names} | {"world": (0, self.world_size)}
 
     def source(self, url: str) -> Source:
         """Return the source at a URL."""
@@ -253,8 +253,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     Raises the errors of opening a dataset; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError`
     for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
-    buckets: dict[str, Any] = {"bucket_by": options.bucket_by, "bucket_steps": options.bucket_steps}
-    loader = NumpyDataset(**vars(options.source(url)), **options.arguments(), **buckets)
+    loader = NumpyDataset(**vars(options.source(url)), **options.arguments())
     (dataset,), share = loader._datasets, loader._first_share()
     assert isinstance(share, Share)
     order, params = share.order, share.order.params
@@ -282,25 +281,28 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         copies=_copies(dataset, options.weights),
-        padding=_padding(dataset, loader._first_share()),
+        padding=_padding(loader._datasets, loader._first_share()),
         packed=_packed(dataset),
         drawn=_first_blocks(share, params.block),
     )
 
 
-def _padding(dataset: Dataset, share: EpochShare) -> tuple[float, float] | None:
+def _padding(datasets: Sequence[Dataset], share: EpochShare) -> tuple[float, float] | None:
     """Return the share of padding in batches that are padded to their longest sample, in buckets and without."""
-    if dataset.lengths is None or not share.global_steps(0):
+    tables = [dataset.lengths for dataset in datasets if dataset.lengths is not None]
+    if not tables or not share.global_steps(0):
         return None
-    assert isinstance(share, Share)
     assert share.bucket is not None
-    examined = 2 * share.order.params.window * share.order.lanes + share.bucket[0] * share.bucket[1]
+    assert isinstance(share, Share | MixShare)
+    fetches = share.mix.fetches if isinstance(share, MixShare) else [share.fetch_params]
+    examined = sum(2 * params.window * params.lanes for params in fetches) + share.bucket[0] * share.bucket[1]
+    lengths, among_all = np.concatenate(tables), numbers_among_all(datasets)
     found, count = [], max(2, min(STEPS, MAX_EXAMINED // examined))
     for each in (share, replace(share, bucket=None)):
         steps = _spread(count, each.global_steps(0))
-        rows = [dataset.lengths_of(each.samples(step * each.global_batch)) for step in steps]
-        padded = sum(lengths.size * int(lengths.max()) for lengths in rows)
-        found.append(1 - sum(int(lengths.sum()) for lengths in rows) / max(1, padded))
+        rows = [lengths[among_all(each.samples(step * each.global_batch))] for step in steps]
+        padded = sum(row.size * int(row.max()) for row in rows)
+        found.append(1 - sum(int(row.sum()) for row in rows) / max(1, padded))
     return found[0], found[1]
 
 
@@ -367,10 +369,12 @@ class MixtureForecast(EpochForecast):
     """The forecast of the first epoch of a mixture.
 
     `rereads`: why several ranks read a block, so that `requests` and `bytes` are the least; "" if one rank reads it.
+    `padding`: as in `Forecast`.
     """
 
     sources: tuple[SourceForecast, ...]
     rereads: str
+    padding: tuple[float, float] | None
 
 
 def forecast_mixture(
@@ -380,8 +384,6 @@ def forecast_mixture(
 
     `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
     """
-    if options.bucket_by is not None:
-        raise UsageError(f"bucket_by={options.bucket_by!r} of a mixture", "leave it out, or give one URL")
     sources = {options.source(url): weight for url, weight in weights}
     mixture = NumpyMixture(sources, weigh=weigh, **arguments, **options.arguments())
     share = mixture._first_share()
@@ -399,7 +401,8 @@ def forecast_mixture(
     shuffled = options.shuffle is not False
     in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
     rereads = in_order or share.describe_rereads(fresh=True, shuffle=shuffled)
-    return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads)
+    padding = _padding(mixture._datasets, share)
+    return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads, padding=padding)
 
 
 def _passes_read(order: EpochOrder, fetch: OrderParams, samples: int) -> float:

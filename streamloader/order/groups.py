@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,52 +12,79 @@ from numpy.typing import NDArray
 from streamloader.order.epoch_order import EpochOrder, distinct, permute
 
 Ints = NDArray[np.int64]
-# The steps of a window, the positions of a step, and the lengths of samples by their number in the order.
-Bucket = tuple[int, int, Callable[[Ints], Ints]]
+Lengths = Callable[[Ints], Ints]  # the lengths of samples by their number in the order
+# The steps of a window, the positions of a step, and the lengths.
+Bucket = tuple[int, int, Lengths]
+# The first position of the first of some windows, the number of the step of each position from there on, and the steps
+# of a window: those of the window w have the numbers from w times as many on.
+Windows = tuple[int, Ints, int]
 
 
-def window_bounds(bucket: Bucket, order: EpochOrder, position: int) -> tuple[int, int]:
+def window_bounds(steps: int, group: int, num_samples: int, position: int) -> tuple[int, int]:
     """Return the first position of the window that has a position, and the one after its last.
 
     The last window has the steps that are left; the positions of an incomplete step after it are none of any window.
     """
-    steps, group, _ = bucket
-    size, whole = steps * group, order.num_samples // group * group
+    size, whole = steps * group, num_samples // group * group
     if position >= whole:
         return position, position
     begin = position // size * size
     return begin, min(begin + size, whole)
 
 
-def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> Ints:
-    """Return the positions whose samples some positions get.
+def number_steps(bucket: tuple[int, int, Any], keys: EpochOrder, num_samples: int, positions: Ints) -> tuple[int, Ints]:
+    """Return the first position of the windows that have some positions, and the numbers of their steps.
 
-    In each window the samples of each lane are sorted by length, ties by position, and take the lane's positions in
-    this order, so that each step has samples of like length. Then the steps of the window are permuted, by the key
-    w[2] of the epoch plus the number of the window.
+    The steps of a window are permuted, by the key w[2] of the epoch of `keys` plus the number of the window.
     """
+    steps, group, _ = bucket
+    first, last = int(positions.min()) // (steps * group), int(positions.max()) // (steps * group)
+    parts = []
+    for window in range(first, last + 1):
+        begin, end = window_bounds(steps, group, num_samples, window * steps * group)
+        count = (end - begin) // group
+        parts.append((window - first) * steps + permute(np.arange(count), count, keys.group_key(window)))
+    return first * steps * group, np.concatenate(parts)
+
+
+def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> Ints:
+    """Return the positions whose samples some positions get."""
     steps, group, lengths = bucket
-    size, whole = steps * group, order.num_samples // group * group
-    out, rows = positions.copy(), np.flatnonzero(positions < whole)
-    moved = positions[rows]
-    windows = moved // size
-    for window in distinct(windows).tolist():
-        inside, begin = windows == window, window * size
-        count = (min(begin + size, whole) - begin) // group
-        step, place = np.divmod(moved[inside] - begin, group)
-        moved[inside] = begin + permute(np.arange(count), count, order.group_key(window))[step] * group + place
-    # the windows of a lane together, since finding samples costs as much as the shuffle's window is long
-    begin, end = int(windows.min(initial=0)) * size, min((int(windows.max(initial=-1)) + 1) * size, whole)
-    lanes = moved % order.lanes
-    for lane in distinct(lanes).tolist():
-        mine = np.flatnonzero(lanes == lane)
-        first = begin + (lane - begin) % order.lanes
-        low, high = first // order.lanes, first // order.lanes + -(-(end - first) // order.lanes)
-        keys = lengths(order.samples(order.emit(lane, low, high)))
-        keys = keys.astype(np.uint16) if keys.max(initial=0) < 1 << 16 else keys  # numpy sorts 16 bits by radix
-        edges = [-((first - at) // order.lanes) for at in range(begin + size, end, size)]
-        ranked = [
-            at + np.argsort(part, kind="stable") for at, part in zip([0, *edges], np.split(keys, edges), strict=True)
-        ]
-        out[rows[mine]] = first + np.concatenate(ranked)[(moved[mine] - first) // order.lanes] * order.lanes
+    out, rows = positions.copy(), np.flatnonzero(positions < order.num_samples // group * group)
+    if rows.size:
+        begin, numbers = number_steps(bucket, order, order.num_samples, positions[rows])
+        windows = begin, np.repeat(numbers, group), steps
+        out[rows] = exchanged_in_lanes(order, lengths, windows, positions[rows])
     return out
+
+
+def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, positions: Ints) -> Ints:
+    """Return the positions whose samples some positions of windows get; those of N or more are of later epochs.
+
+    The positions of a window in a lane of an epoch, sorted by the number of their step, ties by position, get the
+    samples of these positions, sorted by length, ties by position.
+    """
+    (first, numbers, steps), count, stride = windows, order.num_samples, order.lanes
+    out, keys = positions.copy(), positions // count * stride + positions % count % stride
+    for key in distinct(keys).tolist():
+        later, lane = divmod(key, stride)
+        before = later * count
+        begin, end = max(first - before, 0), min(first + numbers.size - before, count)
+        # the windows of a lane together, since finding samples costs as much as the shuffle's window is long
+        places = np.arange(begin + (lane - begin) % stride, end, stride)
+        low = int(places[0]) // stride
+        epoch = replace(order, epoch=order.epoch + later)
+        found = lengths(epoch.samples(epoch.emit(lane, low, low + places.size)))
+        of_place = numbers[places + (before - first)]
+        edges = np.searchsorted(of_place // steps, np.arange(1, numbers.max() // steps + 1)).tolist()
+        ranked = [at + _argsort(part) for at, part in zip([0, *edges], np.split(found, edges), strict=True)]
+        taken = np.empty_like(places)
+        taken[_argsort(of_place)] = places[np.concatenate(ranked)]
+        mine = np.flatnonzero(keys == key)
+        out[mine] = before + taken[(positions[mine] - before) // stride - low]
+    return out
+
+
+def _argsort(values: NDArray[Any]) -> Ints:
+    small = values.max(initial=0) < 1 << 16  # numpy sorts 16 bits by radix
+    return np.argsort(values.astype(np.uint16) if small else values, kind="stable")

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams, distinct
+from streamloader.order.groups import Lengths, exchanged_in_lanes, number_steps
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
@@ -307,14 +308,14 @@ class Mix:
         return self.phases[-1].end_of(source, samples - earlier)
 
     def samples(self, source: int, source_positions: Ints) -> Ints:
-        """Return the samples, numbered in the mixture, at some ascending positions of a source."""
+        """Return the samples, numbered in the mixture, at some positions of a source."""
         order = self.orders[source]
         samples = np.empty(source_positions.size, np.int64)
         epochs = source_positions // order.num_samples
         for epoch in distinct(epochs).tolist():
             rows = epochs == epoch
             positions = source_positions[rows] - epoch * order.num_samples
-            low, high = int(positions[0]), int(positions[-1]) + 1
+            low, high = int(positions.min()), int(positions.max()) + 1
             samples[rows] = replace(order, epoch=epoch).samples_at(low, high)[positions - low]
         return samples + self.firsts[source]
 
@@ -331,7 +332,7 @@ class MixShare(EpochShare):
     """The part of an epoch of a mixture that one rank reads. Positions count from the start of the epoch.
 
     "pad" fills the last step with the next samples, which are not valid and come again in the next epoch. Mixtures do
-    not support the remainder "uneven".
+    not support the remainder "uneven". `bucket`: how steps get samples of like length, by those of each source.
     """
 
     mix: Mix
@@ -340,6 +341,7 @@ class MixShare(EpochShare):
     world: World
     remainder: Remainder
     gaps: tuple[Gap, ...] = ()
+    bucket: tuple[int, int, tuple[Lengths, ...]] | None = None
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
@@ -390,9 +392,9 @@ class MixShare(EpochShare):
     def rows(self, position: int, steps: int) -> tuple[Ints, Ints, Ints]:
         """Return (source, source position, position in the epoch) of this rank's rows of `steps` steps from `position`.
 
-        Each step has `batch` rows. If the world size divides the turns, rank r takes the source positions that are r
-        modulo the size of each turn. Otherwise the positions of a step are sorted by lane, and the rank takes a run of
-        them, as in a dataset.
+        The source position is that whose sample the row has. Each step has `batch` rows. If the world size divides the
+        turns, rank r takes the source positions that are r modulo the size of each turn. Otherwise the positions of a
+        step are sorted by lane, and the rank takes a run of them, as in a dataset.
         """
         begin = self.bounds[0] + position
         source, source_position, start, size = self.mix.turns(begin, begin + steps * self.global_batch)
@@ -403,10 +405,31 @@ class MixShare(EpochShare):
         row = np.arange(turn.size) - np.repeat(np.cumsum(counts) - counts, counts)
         offset = row if shared else ((rank - source_position) % ranks)[turn] + row * ranks
         rows = source[turn], source_position[turn] + offset, start[turn] + offset - self.bounds[0]
-        if not shared:
-            return rows
-        run = self._run(*rows, position, steps)
-        return rows[0][run], rows[1][run], rows[2][run]
+        if shared:
+            run = self._run(*rows, position, steps)
+            rows = rows[0][run], rows[1][run], rows[2][run]
+        return rows if self.bucket is None else (rows[0], self._exchanged(*rows), rows[2])
+
+    def _exchanged(self, source: Ints, source_position: Ints, position: Ints) -> Ints:
+        """Return the source positions whose samples some rows get in buckets."""
+        assert self.bucket is not None
+        steps, group, lengths = self.bucket
+        out, rows = source_position.copy(), np.flatnonzero(position < self.num_samples // group * group)
+        if not rows.size:
+            return out
+        keys = EpochOrder(1, OrderParams(1, 1, 2), self.mix.orders[0].seed, self.epoch)
+        begin, numbers = number_steps(self.bucket, keys, self.num_samples, position[rows])
+        first = self.bounds[0] + begin
+        of_turn, at, starts, sizes = self.mix.turns(first, first + numbers.size * group)
+        for number in distinct(source[rows]).tolist():
+            turns, mine = np.flatnonzero(of_turn == number), rows[source[rows] == number]
+            places = np.repeat(starts[turns] - np.cumsum(sizes[turns]) + sizes[turns], sizes[turns])
+            places += np.arange(places.size) - first  # the positions of the source in the windows
+            order = self.mix.orders[number]
+            order = replace(order, stride=order.num_samples * bool(order.stride))  # numbers of the source alone
+            windows = int(at[turns[0]]), numbers[places // group], steps
+            out[mine] = exchanged_in_lanes(order, lengths[number], windows, source_position[mine])
+        return out
 
     def _run(self, source: Ints, source_position: Ints, position: Ints, first: int, steps: int) -> Ints:
         """Return which of the rows of all ranks are this rank's run of each step, sorted by lane / lanes."""
@@ -428,14 +451,28 @@ class MixShare(EpochShare):
         over sources, lanes and epochs: one more block for each B of them, the smallest of the sources' blocks.
 
         In any case a plan adds at most one block for each of its rows to those that are held when it begins.
+
+        Buckets hold the blocks of all epochs of a source that have positions in a window of steps, and the one before.
         """
         rows, size = steps_at_once * self.batch, self.world.size if self.divides else 1
         at_once, added = 0, -(-(self.world.size - size) * rows // min(params.block for params in self.mix.fetches))
-        for order, unit in zip(self.mix.orders, self.mix.units, strict=True):
-            slots = Share(order, rows, World(0, size), "pad", unit).slots_needed()
-            at_once += slots
+        for number, (order, unit) in enumerate(zip(self.mix.orders, self.mix.units, strict=True)):
+            share = Share(order, rows, World(0, size), "pad", unit)
+            slots = held = share.slots_needed()
+            if self.bucket is not None:
+                most = self._most_in_window(number)
+                share = replace(share, bucket=(1, most, self.bucket[2][number]))
+                held = share.slots_needed(epochs=2 + 2 * most // order.num_samples)
+            at_once += held
             added += slots * (1 + self.world.size * rows // order.num_samples)
         return at_once + min(rows, added)
+
+    def _most_in_window(self, source: int) -> int:
+        """Return a bound on the positions of a source in a window of buckets: each phase is exact to two turns."""
+        assert self.bucket is not None
+        size, phases = self.bucket[0] * self.bucket[1], self.mix.phases
+        share = max(phase.weight(source) / sum(phase.weights) for phase in phases)
+        return min(size, ceil(size * share) + sum(2 * phase.unit for phase in phases))
 
     def at_epoch(self, epoch: int) -> MixShare:
         """Return the rank's part of another epoch."""
@@ -462,7 +499,8 @@ class MixShare(EpochShare):
     def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
         """Return the blocks of a span over all sources and the `live` ones, and the positions of the span's rows."""
         sources, source_positions, positions = self.rows(span.begin, span.steps)
-        before, after = (self.mix.counts(self.bounds[0] + at).tolist() for at in (span.begin, span.end))
+        edges = span.begin, span.end, *self._within(span)
+        before, after, *within = (self.mix.counts(self.bounds[0] + at).tolist() for at in edges)
         parts: list[BlockReads] = []
         keys: list[MixKey] = []
         block, row = np.empty(sources.size, np.int64), np.empty(sources.size, np.int64)
@@ -475,7 +513,8 @@ class MixShare(EpochShare):
                 of_epoch = of_source[epochs == epoch]
                 first = epoch * order.num_samples
                 begin, end = max(0, before[source] - first), min(order.num_samples, after[source] - first)
-                part = span._replace(begin=begin, end=end, last=span.last or end == order.num_samples)
+                reach = tuple(min(max(0, counts[source] - first), order.num_samples) for counts in within)
+                part = span._replace(begin=begin, end=end, last=span.last or end == order.num_samples, within=reach)
                 live_keys = [(key[2], key[3]) for key in live if key[:2] == (source, epoch)]
                 at = source_positions[of_epoch] - first
                 reads = _read_source(replace(order, epoch=epoch), unit, at, part, live_keys)

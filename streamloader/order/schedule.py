@@ -83,7 +83,7 @@ class EpochShare:
     world: World
     remainder: Remainder
     gaps: tuple[Gap, ...]
-    bucket: Bucket | None = None  # of a dataset
+    bucket: tuple[int, int, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -221,6 +221,15 @@ class EpochShare:
         span = Span(0, 1, 1, position, position + self.global_batch, last=False)
         return np.concatenate([samples for _, samples in self.read_samples(span)])
 
+    def _within(self, span: Span) -> tuple[int, int, int]:
+        """Return where the positions whose samples a span has begin and end, and before which none is left."""
+        if self.bucket is None:
+            return span.begin, span.end, span.end
+        sizes = *self.bucket[:2], self.num_samples
+        begin, _ = window_bounds(*sizes, span.begin)
+        left, end = window_bounds(*sizes, max(span.begin, span.end - 1))
+        return (begin, end, left) if end > span.end else (begin, span.end, span.end)
+
     def plans(
         self,
         position: int,
@@ -311,12 +320,7 @@ class Share(EpochShare):
     @property
     def reads_each_lane(self) -> bool:
         """Whether every span examines all lanes of this rank: they are its own if the world size divides them."""
-        return self.order.shuffle and self.divides and self._keeps_lanes
-
-    @property
-    def _keeps_lanes(self) -> bool:
-        """Whether buckets exchange positions of the same rank only: not if a run goes on with another global batch."""
-        return self.bucket is None or self.bucket[1] % (self.world.size if self.divides else self.order.lanes) == 0
+        return self.order.shuffle and self.divides
 
     def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps as `EpochShare` does. With "uneven", this rank may have no row in the last one."""
@@ -428,14 +432,6 @@ class Share(EpochShare):
             return lambda: iter(parts)
         return lambda: map(self.source, self.positions_of_span(span))
 
-    def _within(self, span: Span) -> tuple[int, int, int]:
-        """Return where the positions whose samples a span has begin and end, and before which none is left."""
-        if self.bucket is None:
-            return span.begin, span.end, span.end
-        begin, _ = window_bounds(self.bucket, self.order, span.begin)
-        left, end = window_bounds(self.bucket, self.order, max(span.begin, span.end - 1))
-        return (begin, end, left) if end > span.end else (begin, span.end, span.end)
-
     def read(self, span: Span, live: Mapping[Key, int]) -> tuple[BlockReads, None]:
         """Return the blocks of a span and the `live` ones."""
         sources = self._sources(span)
@@ -479,12 +475,13 @@ class Share(EpochShare):
         samples = lane_samples(self.order, sources, within) if self.order.shuffle else unshuffled
         return zip(self.positions_of_span(span), samples, strict=True)
 
-    def slots_needed(self, steps_at_once: int = 1) -> int:
+    def slots_needed(self, steps_at_once: int = 1, epochs: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, from `needs` until `done`.
 
-        It is the same on every rank. A lane holds a block from its smallest key to its largest. The keys of the
-        arrivals [s, s + B) lie in [s, s + B + W). So at key T only blocks with T - B - W < s < T are held: at most
-        W / B + 1, and one more in the lane of the short block.
+        `epochs`: so many, one after the other, have positions in a window of buckets. The number is the same on every
+        rank. A lane holds a block from its smallest key to its largest. The keys of the arrivals [s, s + B) lie in
+        [s, s + B + W). So at key T only blocks with T - B - W < s < T are held: at most W / B + 1, and one more in the
+        lane of the short block.
 
         A batch with the keys [T0, T1] holds all blocks that any of these keys holds: W / B + 2 + (T1 - T0) / B. T1 - T0
         is about the number of the batch's rows in that lane. Chance increases it, but by little compared with a block,
@@ -494,14 +491,15 @@ class Share(EpochShare):
         Padding makes the last step the last G positions in another order. If N < G, or R does not divide L, the last
         step may use other lanes: at most one block for each row.
 
-        Buckets hold the blocks of a window of steps, and of the one before until the next plan is made.
+        Buckets hold the blocks of a window of steps, and of the one before until the next plan is made. Each epoch that
+        begins in them adds a window of the shuffle, and blocks at both its ends.
 
         A block of one sample is held for one plan, or for two by padding. Without shuffle there is no window: a plan
         holds the units of its rows, and padding repeats rows of the last full step, which has the same units or more.
         """
-        lanes, params = self.lanes_read if self._keeps_lanes else self.order.lanes, self.fetch_params
+        lanes, params = self.lanes_read, self.fetch_params
         ahead = 0 if self.bucket is None else -(-self.bucket[0] * self.bucket[1] // self.order.lanes)
-        per_lane = -(-(params.window + 2 * ahead) // params.block) + 2 if self.order.shuffle else 1
+        per_lane = -(-(epochs * params.window + 2 * ahead) // params.block) + 2 * epochs if self.order.shuffle else 1
         batch = steps_at_once * self.batch
         # the rows of a plan, over all ranks, in the lanes that one rank reads
         rows = -(-lanes * self.world.size * batch // self.order.lanes)
@@ -510,7 +508,7 @@ class Share(EpochShare):
             slots = max(slots, min(batch, self.order.lanes * per_lane))
         if params.block == 1 and self.bucket is None:
             slots = min(slots, 2 * batch)
-        return min(slots, max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
+        return min(slots, epochs * max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
 
     @property
     def blocks(self) -> tuple[int, ...]:

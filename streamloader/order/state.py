@@ -15,6 +15,7 @@ from zlib import crc32
 from streamloader.errors import BatchError, StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams, params_for_world
+from streamloader.order.groups import window_bounds
 from streamloader.order.schedule import EpochShare, Gap, Share, World
 
 if TYPE_CHECKING:  # imported on demand, since most runs have no mixture
@@ -33,6 +34,7 @@ _NEW_RUN = "load a state from streamloader's state_dict(), or start without a st
 
 Batches = Literal["mixed", "homogeneous"]
 Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step or position, a whole number for each source)
+_TEXTS = ("weights", "packed", "bucket_lengths")
 
 
 class SourceIdentity(NamedTuple):
@@ -40,8 +42,9 @@ class SourceIdentity(NamedTuple):
 
     `excluded`: the number of samples that `exclude=` left out of the selection. `weights`: what identifies the weights
     that samples are drawn by, of which an epoch has `num_samples`. `packed`: what identifies the rows that the selected
-    samples are packed into, of which there are `num_samples`. `joined`: the digest and the version of each dataset that
-    is joined, and the digest of the numbers of its samples, "" for those of this dataset.
+    samples are packed into, of which there are `num_samples`. `bucket_lengths`: what identifies the lengths by which
+    samples are put in buckets. `joined`: the digest and the version of each dataset that is joined, and the digest of
+    the numbers of its samples, "" for those of this dataset.
     """
 
     digest: str
@@ -53,6 +56,7 @@ class SourceIdentity(NamedTuple):
     excluded: int = 0
     weights: str | None = None
     packed: str | None = None
+    bucket_lengths: str | None = None
     joined: tuple[tuple[str, int, str], ...] = ()
 
     @property
@@ -63,9 +67,7 @@ class SourceIdentity(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         named = {"digest": self.digest, "split": self.split, "selection": self.selection}
-        others = {
-            name: value for name in ("version", "excluded", "weights", "packed") if (value := getattr(self, name))
-        }
+        others = {name: value for name in ("version", "excluded", *_TEXTS) if (value := getattr(self, name))}
         others |= {"joined": list(map(list, self.joined))} if self.joined else {}
         return {**named, "samples": self.num_samples, **others, "order": asdict(self.params)}
 
@@ -82,9 +84,9 @@ class SourceIdentity(NamedTuple):
             raise StateError(f"the state's order is invalid: {error.problem}", _NEW_RUN) from error
         digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
         version, excluded = (read_value({name: 0, **values}, name, int) for name in ("version", "excluded"))
-        weights, packed = (read_value({name: None, **values}, name, str, type(None)) for name in ("weights", "packed"))
-        joined = _read_joined(values)
-        return cls(digest, split, selection, samples, params, version, excluded, weights, packed, joined)
+        texts = (read_value({name: None, **values}, name, str, type(None)) for name in _TEXTS)
+        identity = cls(digest, split, selection, samples, params, version, excluded, *texts)
+        return identity._replace(joined=_read_joined(values))
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -93,9 +95,8 @@ class SourceIdentity(NamedTuple):
         the same samples.
         """
         same_order = all(getattr(self.params, name) == getattr(current.params, name) for name in names)
-        samples = ("selection", "num_samples", "weights", "packed") + ("excluded",) * (
-            self.selection != current.selection
-        )
+        samples = ["selection", "num_samples", *_TEXTS]
+        samples += ["excluded"] * (self.selection != current.selection)
         digests = ("matched",) if force else ("digest", "joined")
         compared = (*digests, "split", *samples) + ("params",) * (not same_order)
         return _differences({name: getattr(self, name) for name in compared}, current)
@@ -133,8 +134,8 @@ class RunState:
     the samples of a turn, `unit` (None for the default). Once the global batch is known, `settled` makes `phases` from
     these, in positions of the run, which fix the order from then on. `anchor`: see `Mix`.
 
-    `bucket`: what identifies the lengths by which samples are put in buckets, the steps of a window, and the positions
-    of a step, 0 until it is settled; None without buckets.
+    `bucket`: the steps of a window in which samples are put in buckets, and the positions of a step, 0 until it is
+    settled; None without buckets.
 
     Two values of this process are not saved. `fresh`: whether the run has not begun, so its lanes can still follow the
     number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have; the others
@@ -160,7 +161,7 @@ class RunState:
     batch: int = 0
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
-    bucket: tuple[str, int, int] | None = None
+    bucket: tuple[int, int] | None = None
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
 
@@ -234,14 +235,16 @@ class RunState:
         A new run chooses its lanes for the number of ranks. Raises `BatchError` if the steps of a mixture cut turns.
         """
         settled = self._with_lanes(ranks) if self.fresh else self
-        if self.bucket is not None and not self.bucket[2]:
-            settled = replace(settled, bucket=(*self.bucket[:2], global_batch))
+        if self.bucket is not None and not self.bucket[1]:
+            settled = replace(settled, bucket=(self.bucket[0], global_batch))
         if self.stop is None:
             return settled
         unit = self._unit(global_batch, workers)
         if not self.phases:
             return replace(settled, phases=self._new_phases(global_batch, workers))
-        return self if self.phases[-1].unit == unit else self._changed(self.phases, unit)
+        if self.phases[-1].unit == unit:
+            return settled
+        return self._changed(self.phases, unit).settled(global_batch, workers)
 
     def _with_lanes(self, ranks: int) -> RunState:
         if not self.shuffle or "lanes" in self.given:
@@ -269,13 +272,33 @@ class RunState:
         return phases_from(tuple(phases), 0, unit)
 
     def _changed(self, later: tuple[Phase, ...], unit: int) -> RunState:
-        """Return the state with the phases `later`, in turns of `unit` samples, from its position on."""
+        """Return the state with the phases `later`, in turns of `unit` samples, from its position on.
+
+        Raises `StateError` inside a window of buckets, whose samples have exchanged their positions.
+        """
         from streamloader.order.mixture import phases_from
 
         start = self.run_position
         earlier = (phase for phase in self.phases if phase.start < start)
         phases, anchor = (*earlier, *phases_from(later, start, unit)), (self.epoch, start)
-        return replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
+        bucket = self.bucket and (self.bucket[0], 0)
+        changed = replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
+        return replace(self._checked(changed), bucket=bucket)
+
+    def _checked(self, changed: RunState) -> RunState:
+        """Return `changed`, which has another order from here on.
+
+        Raises `StateError` if a window of buckets that has begun would have other samples than those that exchange.
+        """
+        if self.bucket is None:
+            return changed
+        old, new = (window_bounds(*self.bucket, of.num_samples, of.position) for of in (self, changed))
+        inside = old[0] < self.position < old[1]
+        if (changed.anchor == self.anchor and new == old) or (not inside and new[0] == changed.position):
+            return changed
+        problem = f"the mixture changes at position {self.position} of an epoch, inside the bucket window {old}"
+        remedy = f"change weights, sources and turns after a multiple of bucket_steps={self.bucket[0]} steps"
+        raise StateError(problem, remedy)
 
     def with_weights(self, position: int, weights: tuple[int, ...], since: int) -> RunState:
         """Return the state of a mixture with other weights from the first turn at or after a position of the run on.
@@ -293,8 +316,16 @@ class RunState:
         old, new, epochs = self.mix(), changed.mix(), range(max(since, self.anchor[0]), self.epoch + 1)
         same = all(old.bounds(epoch)[0] == new.bounds(epoch)[0] for epoch in epochs)
         if same and self.run_position < new.bounds(self.epoch)[1]:
-            return changed
-        return replace(changed, anchor=(self.epoch, self.run_position)).beginning(self.epoch)
+            return self._checked(changed)
+        return self._checked(replace(changed, anchor=(self.epoch, self.run_position)).beginning(self.epoch))
+
+    @property
+    def earliest_change(self) -> int:
+        """The first position of the run from which a mixture may change: after a window of buckets that has begun."""
+        if self.bucket is None:
+            return self.run_position
+        begin, end = window_bounds(*self.bucket, self.num_samples, self.position)
+        return self.run_position + (end - self.position if begin < self.position else 0)
 
     @property
     def run_position(self) -> int:
@@ -391,7 +422,7 @@ class RunState:
         compared |= {"shuffle": read_value(state, "shuffle", bool)}
         differing = _differences(compared | {name: progress[name] for name in ("remainder", "seed")}, self)
         bucket = _read_bucket(state)
-        if (bucket and bucket[:2]) != (self.bucket and self.bucket[:2]):
+        if (bucket and bucket[0]) != (self.bucket and self.bucket[0]):
             differing.append(f"bucket {bucket} instead of {self.bucket}")
         counted = bool(self.stop) or "samples" in state  # states of earlier releases have no number of samples
         force = force and counted
@@ -516,19 +547,17 @@ def _read_joined(state: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
     return tuple(map(tuple, joined))
 
 
-_BUCKET = ("lengths", "steps", "positions")
+_BUCKET = ("steps", "positions")
 
 
-def _read_bucket(state: dict[str, Any]) -> tuple[str, int, int] | None:
+def _read_bucket(state: dict[str, Any]) -> tuple[int, int] | None:
     if "bucket" not in state:
         return None
     values = read_value(state, "bucket", dict)
-    lengths, steps, positions = (
-        read_value(values, name, kind) for name, kind in zip(_BUCKET, (str, int, int), strict=True)
-    )
+    steps, positions = (read_value(values, name, int) for name in _BUCKET)
     if min(steps, positions) < 1:
         raise StateError(f"the state's bucket is {values!r:.120}, which is invalid", _NEW_RUN)
-    return lengths, steps, positions
+    return steps, positions
 
 
 def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:
