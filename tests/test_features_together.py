@@ -1,4 +1,4 @@
-"""Laws that hold for any features of a run together: which samples, weights, buckets, bad samples, collation, ranks."""
+"""Laws of runs with any features together: selections, weights, joins, buckets, packing, bad samples, collation."""
 
 import io
 import json
@@ -23,7 +23,8 @@ LENGTHS = np.random.default_rng(1).integers(0, 30, N)
 LABELS = np.random.default_rng(2).integers(0, 4, N)
 DELETED = (0, 30, 31, 32, 99, N - 1)
 LAYOUT = sl.Layout(chunk_size=1 << 11, block_size=1 << 12, samples_per_shard=64)
-Rows = Counter[tuple[Any, ...]]
+Rows = Counter[str]
+Run = tuple[bool, list[dict[str, Any]], dict[str, Any]]
 pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.filterwarnings("ignore:.*consumers")]
 
 
@@ -34,19 +35,28 @@ def encoded(i: int) -> bytes:
 
 
 def write(path: Path) -> str:
-    fields = {"label": "int64", "tok": "ragged:int32", "image": "bytes:png"}
+    fields = {"key": "int64", "label": "int64", "tok": "ragged:int32", "image": "bytes:png"}
     with sl.Writer(path, fields, layout=LAYOUT, num_samples=N) as out:
         for i in range(N):
-            out.write({"label": LABELS[i], "tok": np.full(LENGTHS[i], i, np.int32), "image": encoded(i)})
+            out.write({"key": i, "label": LABELS[i], "tok": np.full(LENGTHS[i], i, np.int32), "image": encoded(i)})
+    return str(path)
+
+
+def write_notes(path: Path) -> str:
+    """Write what is joined to the samples, in another order."""
+    with sl.Writer(path, {"key": "int64", "note": "ragged:int16"}, layout=LAYOUT, num_samples=N) as out:
+        for i in np.random.default_rng(3).permutation(N):
+            out.write({"key": i, "note": np.full(3 + i % 2 * 40, i, np.int16)})
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A dataset, and one with another order of fields of which a version has deleted samples."""
-    whole, living = (write(tmp_path_factory.mktemp("together") / "d") for _ in range(2))
+def urls(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """Two datasets, the second a version with deleted samples, and one that is joined to them."""
+    folder = tmp_path_factory.mktemp("together")
+    whole, living = write(folder / "whole"), write(folder / "living")
     sl.delete(living, ids=np.array(DELETED))
-    return whole, living
+    return whole, living, write_notes(folder / "notes")
 
 
 def transformed(sample: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +77,8 @@ def selections(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The selections of one or two sources, and the options of a run."""
+def runs(draw: st.DrawFn) -> Run:
+    """Whether sources are joined with notes, the selections of one or two sources, and the options of a run."""
     sources = draw(st.lists(selections(), min_size=1, max_size=2))
     on_error = draw(st.sampled_from(["mask", "replace"]))
     options: dict[str, Any] = {
@@ -84,40 +94,48 @@ def runs(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     }
     if draw(st.booleans()):
         options["transform"] = transformed
-    if len(sources) == 1 and draw(st.booleans()):
+    if packs := draw(st.integers(0, 3)) == 0:
+        balance = draw(st.sampled_from([None, "attention"])) if len(sources) == 1 else None
+        options |= {"pack": {"tok": sl.Pack(24, fit="best", balance=balance)}, "fields": ["tok"], "decode": None}
+        options |= {"collate": None, "transform": None}
+        sources = [{**source, "weights": None} for source in sources]
+    elif len(sources) == 1 and draw(st.booleans()):
         options |= {"bucket_by": "tok", "bucket_steps": draw(st.integers(2, 5))}
-    return sources, options
+    return draw(st.booleans()) and not packs, sources, options
 
 
-def opened(urls: tuple[str, str], run: tuple[list[dict[str, Any]], dict[str, Any]], world: tuple[int, int]) -> Any:
-    sources, options = run
+def opened(urls: tuple[str, ...], run: Run, world: tuple[int, int]) -> Any:
+    joins, sources, options = run
     options = {**options, "world": world, "batch_size": GLOBAL // world[1], "with_index": True}
+    left = [sl.Join(url, urls[2], on="key") if joins else url for url in urls[:2]]
     if len(sources) == 1:
-        return sl.NumpyDataset(urls[1], **sources[0], **options)
-    pair = [sl.Source(url, **source) for url, source in zip(urls, sources, strict=True)]
+        return sl.NumpyDataset(left[1], **sources[0], **options)
+    pair = [sl.Source(url, **source) for url, source in zip(left, sources, strict=True)]
     return NumpyMixture({pair[0]: 2, pair[1]: 1}, unit=4, **options)
+
+
+BESIDE = ("_offsets", "_lengths", "_cu_seqlens")
 
 
 def rows_of(batch: Mapping[str, Any]) -> Rows:
     """The rows of a batch, but for those that were replaced, which depends on the batch of the rank."""
-    flags = batch.get("replaced", np.zeros(len(batch["index"]), bool))
-    offsets, lengths, rows = batch.get("tok_offsets"), batch.get("tok_lengths"), []
-    for i, number in enumerate(batch["index"].tolist()):
-        tok = batch["tok"]
-        if offsets is not None:
-            values = tok[offsets[i] : offsets[i + 1]]
-        else:
-            values = tok[i] if lengths is None else np.sort(tok[i])[tok.shape[1] - lengths[i] :]
-        image = np.asarray(batch["image"][i])
-        state = bool(batch["valid"][i]), bool(batch.get("error", flags)[i])
-        if not flags[i]:
-            source = int(batch["source"][i]) if "source" in batch else 0
-            pixels = (image.shape, int(image.max(initial=0)))
-            content = (values.tolist(), int(batch["label"][i]))
-            if state[1]:  # the size of zeros in a list is that of another row of the batch
-                content = (np.any(values), int(batch["label"][i]))
-            rows.append((source, number, *state, pixels, *content))
-    return Counter(map(repr, rows))
+    flags, rows = batch.get("replaced", np.zeros(len(batch["index"]), bool)), []
+    for i in np.flatnonzero(~flags).tolist():
+        row: dict[str, Any] = {}
+        for name, column in batch.items():
+            if (offsets := batch.get(f"{name}_offsets")) is not None:
+                row[name] = column[offsets[i] : offsets[i + 1]]
+            elif (
+                lengths := batch.get(f"{name}_lengths")
+            ) is not None:  # all values are one number, and not less than pad
+                row[name] = np.sort(column[i])[column.shape[1] - lengths[i] :]
+            elif not name.endswith(BESIDE):
+                row[name] = column[i]
+        # the size of zeros in a list is that of another row of the batch
+        masked = "error" in row and row["error"] and "tok_documents" not in row
+        shown = {name: np.any(value) if masked and np.ndim(value) else value for name, value in row.items()}
+        rows.append(repr({name: np.asarray(shown[name]).tolist() for name in sorted(shown)}))
+    return Counter(rows)
 
 
 def steps_of(ranks: list[Any], count: int | None = None) -> list[Rows]:
@@ -137,11 +155,11 @@ def test_runs_have_the_same_steps_at_any_world_size_and_go_on_at_another(urls, r
     for rank in after:
         rank.load_state_dict(state)
     whole, rest = begun + steps_of(passes), steps_of(after)
-    if run[1]["on_error"] == "mask":
+    if run[2]["on_error"] == "mask":
         assert rest == whole[len(begun) :]
     one = steps_of([opened(urls, run, (0, 1))])
     assert len(one) == len(whole) == len(begun) + len(rest)
-    if run[1]["on_error"] == "mask":
+    if run[2]["on_error"] == "mask":
         assert begun + rest == one
 
 
@@ -167,7 +185,7 @@ def test_a_rank_goes_on_exactly_and_knows_its_samples_without_reading(urls, run,
     if 0 < done < len(batches) - 1:
         next(passing)
         assert len(json.dumps(again.state_dict())) - len(json.dumps(state)) <= 2  # a digit of the position, or two
-    skipped = run[1]["skip_steps"][0]
+    skipped = run[2]["skip_steps"][0]
     steps = [step for step in range(len(batches) + len(skipped)) if step not in skipped][: len(batches)]
     for step, batch in zip(steps, batches, strict=True):
         samples = whole.samples(0, step, world[0])
