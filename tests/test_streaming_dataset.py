@@ -7,6 +7,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import datasets
@@ -319,9 +320,14 @@ def test_an_argument_of_other_loaders_is_a_type_error_that_names_ours(url, kind,
         kind(url, batch_size=8, shufle=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"), [("split", "Source(url, split=)"), ("bucket_by", "StreamingDataset(bucket_by=)")]
-)
+@pytest.mark.parametrize("kind", [StreamingDataset, Mixture])
+def test_no_argument_that_a_class_has_is_said_to_be_elsewhere(kind):
+    given = dict.fromkeys(signature(kind).parameters)
+    assert len(given) > 20
+    assert isinstance(kind.__new__(kind, **given), kind)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("split", "Source(url, split=)"), ("weights", "Mixture({a: 0.7, b: 0.3})")])
 def test_an_argument_of_a_dataset_is_a_type_error_of_a_mixture_that_names_the_source(url, name, ours):
     with pytest.raises(
         TypeError, match=re.escape(f"Mixture() got an unexpected keyword argument {name!r}: use {ours}")

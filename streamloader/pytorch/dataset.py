@@ -27,7 +27,6 @@ ELSEWHERE = {
 _OF_SOURCES = {
     **{name: f"Source(url, {name}=) as a key" for name in ("split", "where", "exclude", "replacement", "version")},
     "weights": "Mixture({a: 0.7, b: 0.3}) for those of sources, Source(url, weights=) for those of samples",
-    "bucket_by": "StreamingDataset(bucket_by=), since a mixture has no buckets",
 }
 _SOURCES = "Mixture(..., {}=), whose sources may be parts of one dataset: Source(url, where=), Source(url, weights=)"
 
