@@ -268,8 +268,10 @@ def test_a_plan_tells_the_padding_with_and_without_buckets(texts):
     options = ForecastOptions(batch_size=12, fields=("tokens",), bucket_by="tokens", bucket_steps=15)
     within, without = forecast(texts, options).padding
     dataset = sl.NumpyDataset(texts, batch_size=12, num_workers=0, collate="pad", **BUCKETS)
-    list(dataset)
+    plain = sl.NumpyDataset(texts, batch_size=12, num_workers=0, collate="pad", **BUCKETS | {"bucket_by": None})
+    list(dataset), list(plain)
     assert abs(dataset.stats().padding_share - within) < 0.1
+    assert (within, without) == pytest.approx([each.stats().padding_share for each in (dataset, plain)], abs=0.01)
     assert within < 0.6 * without
     assert forecast(texts, ForecastOptions(batch_size=12)).padding is None
 

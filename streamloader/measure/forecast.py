@@ -30,6 +30,7 @@ from streamloader.stats import Counters
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent
+PADDED_STEPS = 256  # steps whose padding is counted: a few with long samples have most of it
 WELL_MIXED = 2.0  # the design effect from which on more lanes are worth their memory
 MAX_LANES = 64  # that a plan names
 MAX_EXAMINED = 1 << 27  # arrivals, which take one or two seconds: with long windows, fewer steps are sampled
@@ -297,7 +298,7 @@ def _padding(datasets: Sequence[Dataset], share: EpochShare) -> tuple[float, flo
     fetches = share.mix.fetches if isinstance(share, MixShare) else [share.fetch_params]
     examined = sum(2 * params.window * params.lanes for params in fetches) + share.bucket[0] * share.bucket[1]
     lengths, among_all = np.concatenate(tables), numbers_among_all(datasets)
-    found, count = [], max(2, min(STEPS, MAX_EXAMINED // examined))
+    found, count = [], max(2, min(PADDED_STEPS, MAX_EXAMINED // examined))
     for each in (share, replace(share, bucket=None)):
         steps = _spread(count, each.global_steps(0))
         rows = [lengths[among_all(each.samples(step * each.global_batch))] for step in steps]
