@@ -95,11 +95,11 @@ def runs(draw: st.DrawFn) -> Run:
     if draw(st.booleans()):
         options["transform"] = transformed
     if packs := draw(st.integers(0, 3)) == 0:
-        balance = draw(st.sampled_from([None, "attention"])) if len(sources) == 1 else None
+        balance = draw(st.sampled_from([None, "attention"]))
         options |= {"pack": {"tok": sl.Pack(24, fit="best", balance=balance)}, "fields": ["tok"], "decode": None}
         options |= {"collate": None, "transform": None}
         sources = [{**source, "weights": None} for source in sources]
-    elif len(sources) == 1 and draw(st.booleans()):
+    elif draw(st.booleans()):
         options |= {"bucket_by": "tok", "bucket_steps": draw(st.integers(2, 5))}
     return draw(st.booleans()) and not packs, sources, options
 
