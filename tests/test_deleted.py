@@ -54,6 +54,19 @@ def test_remaining_samples_have_the_numbers_that_they_have_in_a_list(case):
     assert remaining.nbytes == 8 * len(deleted)
 
 
+def test_numbers_of_a_version_delete_nothing_from_a_later_one(data, tmp_path, capsys):
+    version = sl.open(data).manifest.generation
+    sl.delete(data, ids=[0, 3], version=version)
+    with pytest.raises(
+        SelectionError, match=rf"ids= of version {version}: .* is version {version + 1} by now; .*where="
+    ):
+        sl.delete(data, ids=[0, 3], version=version)
+    (tmp_path / "ids.txt").write_text("0\n3\n")
+    status, _, shown = run(capsys, "delete", data, "--ids", tmp_path / "ids.txt", "--version", version)
+    assert (status, f"is version {version + 1} by now" in " ".join(shown.split())) == (2, True)
+    check(data, [i for i in range(COUNT) if i not in (0, 3)])
+
+
 def check(url: Path, numbers: list[int], **fields: Any) -> None:
     """Check that every reader has the samples with these values of `n`, in this order, and nothing else."""
     ds, count = sl.open(url), len(numbers)

@@ -196,6 +196,7 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
 @click.argument("url")
 @option("--where", metavar="CONDITION", help="The samples for which this is true, say 'label == 3'.")
 @option("--ids", metavar="FILE", help="The samples in this file of numbers, or in the files of a folder with a slash.")
+@option("--version", type=int, help="The version whose numbers --ids has; a later one is an error, not changed.")
 @option("--erase", is_flag=True, help="Overwrite the bytes of all deleted samples, and remove earlier versions.")
 @shared.split_option
 @shared.storage_option

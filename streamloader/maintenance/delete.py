@@ -38,6 +38,7 @@ def delete(
     *,
     where: str | None = None,
     ids: Any = None,
+    version: int | None = None,
     erase: bool = False,
     split: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -46,7 +47,8 @@ def delete(
 
     `where` is a condition on fields, as `where=` of `StreamingDataset` takes. `ids` are sample numbers of the current
     version, or the path or URL of a file, or of a folder of `*.jsonl`, of them as `exclude=` takes. The samples that
-    remain are numbered from 0. Nothing is published if no sample matches `where`; the report has how many were
+    remain are numbered from 0. So give the `version` that the numbers are of: then they are an error in a later one,
+    in which other samples have them. Nothing is published if no sample matches `where`; the report has how many were
     `deleted`. Their bytes stay in the shards, for earlier versions. Readers see the earlier version until the deletion
     is published, and those that opened it keep reading it. To resume an interrupted deletion, repeat the call.
 
@@ -54,16 +56,16 @@ def delete(
     out), reads the shards again to verify it, and removes all earlier versions. Call it while nothing reads the
     dataset: who opened an earlier version gets a `ModifiedError` for the shards that had such samples.
 
-    Raises `SelectionError` for an invalid condition or numbers, `UsageError` for other arguments and if no sample would
-    remain, `DestinationError` if an append or a deletion is in progress or was published in the meantime, the errors of
-    `open`, and `StorageError`.
+    Raises `SelectionError` for an invalid condition, and for numbers that are invalid or of another version;
+    `UsageError` for other arguments and if no sample would remain; `DestinationError` if an append or a deletion is in
+    progress or was published in the meantime; the errors of `open`; and `StorageError`.
     """
     if (where is not None and ids is not None) or (not erase and where is ids is None):
         raise UsageError("delete takes where= or ids=", "give one of them")
     root = open_store(url, storage_options)
     opened = open_root(root, split)
     run_options = job.RunOptions(0, "raise", job.ignore, parse_engine("local"))
-    chosen = _Chosen(where, ids, split, opened)
+    chosen = _Chosen(where, ids, split, opened, version)
     nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
     return _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
 
@@ -80,6 +82,15 @@ class _Chosen:
     ids: Any
     split: str | None
     opened: Opened
+    version: int | None
+
+    def check_version(self) -> None:
+        """Raise `SelectionError` if the numbers are those of another version than the current one."""
+        current = self.opened.manifest.generation
+        if self.version is not None and self.version != current:
+            problem = f"ids= of version {self.version}: {self.opened.store.url} is version {current} by now"
+            remedy = "see streamloader log; if it was not this deletion, find the samples again, or delete by where="
+            raise SelectionError(problem, remedy)
 
     @cached_property
     def _files(self) -> list[tuple[str, bytes]]:
@@ -171,6 +182,8 @@ class _Delete(Addition):
         base, claim = self.opened.manifest, read_claim(self.opened.store)
         same = claim is not None and all(claim.get(key) == self.claim[key] for key in self.details)
         published = same and claim is not None and claim["generation"] <= base.generation  # and then killed
+        if not published:
+            self.chosen.check_version()
         if not published and not (self._stored.size if self.erase else self._samples.size):
             return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
         return super().run()
