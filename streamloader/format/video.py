@@ -75,7 +75,7 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
     Its first frame is decoded, and of others only the container is read. Raises `FieldError`, which names the field and
     the sample, for data that are no video, and for a container that does not have the bytes of frames in one piece.
     """
-    av = need("av", "'streamloader[video]'")
+    av = need("av")
     where = f"field {name!r} of sample {sample}"
     remedy = "repair it, or remux it with ffmpeg -i IN -c copy OUT.mp4"
     try:
@@ -197,7 +197,7 @@ def decode_frames(
     Those at the times `wanted` are written as RGB to these arrays, (height, width, 3), to whose size they are resized.
     Raises `ValueError` if one of these is missing, and errors of FFmpeg.
     """
-    av = need("av", "'streamloader[video]'")
+    av = need("av")
     context = av.CodecContext.create(_DECODERS.get(header["codec"], header["codec"]), "r")
     context.thread_count = 1  # clips are decoded in as many threads or processes as there are cores
     if header["extradata"]:
@@ -226,7 +226,7 @@ def decode_frames(
 
 def count_frames(data: bytes) -> int:
     """Return the number of frames that a video decodes to. Raises `ValueError` if it does not decode."""
-    av = need("av", "'streamloader[video]'")
+    av = need("av")
     try:
         with av.open(io.BytesIO(data)) as container:
             return sum(1 for _ in container.decode(video=0))
