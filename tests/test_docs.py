@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,6 +150,12 @@ def test_install_lines_name_extras_that_exist():
         requirement = re.fullmatch(r"(?:\.|streamloader|[a-z0-9-]+)(?:\[([a-z,]+)\])?", quoted or bare)
         assert requirement, f"pip install {quoted or bare}"
         assert set((requirement[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
+
+
+def test_pages_share_no_dataset_but_those_that_they_only_read():
+    pages = [path.read_text() for path in LINKING if path.parent.name == "docs"]
+    named = Counter(name for page in pages for name in {*re.findall(r"s3://my-bucket/([\w.-]+)", page)})
+    assert {name for name, count in named.items() if count > 1} == {"photos", "era5.zarr"}
 
 
 def test_messages_and_pages_advise_packages_by_names_that_an_index_has():
