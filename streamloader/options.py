@@ -332,6 +332,9 @@ def _is_normalization(value: Any, channels: int) -> bool:
     return _is_pair(value, of_channels) and all(value[1])
 
 
+MAX_PACKED = 1 << 30  # elements of a row, for sums of 32 bits
+
+
 @dataclass(frozen=True)
 class Pack(Option):
     """How documents become rows of `length` values. `pad` fills what is free.
@@ -353,7 +356,8 @@ class Pack(Option):
 
     def _validate(self) -> None:
         is_pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
-        _check(self, "length", is_whole(self.length), "give length as a whole number of at least 1")
+        valid = is_whole(self.length) and self.length <= MAX_PACKED
+        _check(self, "length", valid, f"give length as a whole number from 1 to {MAX_PACKED}")
         _check(self, "pad", is_pad, "give pad as a number")
         _check(self, "fit", self.fit in (None, "best"), "choose 'best' or None")
         _check(self, "split", isinstance(self.split, bool), "choose True or False")

@@ -522,3 +522,22 @@ def test_text_that_is_no_utf8_is_a_bad_sample(kind):
         (name,) = [name for name, field in dataset.fields.items() if field.kind == "text"]
         assert all(isinstance(text, str) for batch in batches for text in batch[name])
     assert dataset.stats().bad_samples == 2
+
+
+def doubled(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    for sample in samples:
+        sample["label"] = sample["label"] * 2
+    return {"label": np.array([sample["label"] for sample in samples])}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_that_replaces_another_shares_nothing_with_it(written, workers):
+    url = written(("image", "label"), UNDECODABLE)
+    options = {"batch_size": 12, "on_error": "replace", "max_bad": N, "with_index": True, "num_workers": workers}
+    options |= {"decode": sl.Decode()}
+    for batch in sl.NumpyDataset(url, collate={"image": "list"}, **options):
+        for row in rows(batch, "replaced"):
+            others = [image for other, image in enumerate(batch["image"]) if other != row]
+            assert not any(np.shares_memory(batch["image"][row], image) for image in others)
+    for batch in sl.NumpyDataset(url, collate=doubled, **options):
+        assert batch["label"].tolist() == (2 * batch["index"]).tolist()

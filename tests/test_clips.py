@@ -402,3 +402,8 @@ def test_clips_that_cannot_be_made_are_errors(given, kind, message, url):
 def test_invalid_clips_are_errors(given):
     with pytest.raises(errors.UsageError, match=r"Clips\("):
         sl.Clips(**given)
+
+
+def test_clips_by_seconds_begin_before_the_end_of_their_video():
+    frames, seconds = np.array([21, 21]), np.array([2.1, 2.0])
+    assert count_clips(sl.Clips(1, stride=0.3, unit="seconds"), frames, seconds).tolist() == [7, 7]

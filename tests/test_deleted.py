@@ -67,6 +67,14 @@ def test_numbers_of_a_version_delete_nothing_from_a_later_one(data, tmp_path, ca
     check(data, [i for i in range(COUNT) if i not in (0, 3)])
 
 
+def test_numbers_of_two_versions_are_two_deletions_even_if_the_first_was_killed_at_its_end(data, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("streamloader.maintenance.append.end_published", lambda *_: None)
+        sl.delete(data, ids=[5], version=1)
+    sl.delete(data, ids=[5], version=2)
+    check(data, [i for i in range(COUNT) if i not in (5, 6)])
+
+
 def check(url: Path, numbers: list[int], **fields: Any) -> None:
     """Check that every reader has the samples with these values of `n`, in this order, and nothing else."""
     ds, count = sl.open(url), len(numbers)

@@ -19,6 +19,7 @@ from test_bad_samples import damage, jpeg
 
 import streamloader as sl
 from streamloader.errors import FieldError, MixtureError, SelectionError, StateError, UsageError
+from streamloader.format.keys import find_rows
 from streamloader.format.reader import FieldReader
 from streamloader.loader import join as join_module
 from streamloader.loader.dataset import NumpyMixture
@@ -417,3 +418,28 @@ def test_clips_of_videos_have_the_fields_that_are_joined_to_their_video(workers,
         assert check_values({**batch, "id": batch["label"]}) == batch["label"][batch["valid"]].tolist()
         count += int(batch["valid"].sum())
     assert count == alone.num_samples
+
+
+def test_versions_with_other_deleted_samples_are_not_joined_by_number(tmp_path):
+    for name in ("a", "b"):
+        with sl.Writer(tmp_path / name, {name: "int64"}) as out:
+            out.write_batch({name: np.arange(20)})
+    sl.delete(tmp_path / "a", ids=[3])
+    sl.delete(tmp_path / "b", ids=[7])
+    with pytest.raises(FieldError, match=r"other samples are deleted from .*by a key"):
+        sl.NumpyDataset(sl.Join(tmp_path / "a", tmp_path / "b"), batch_size=4)
+
+
+def test_an_integer_has_the_key_of_an_equal_float_only():
+    wanted, found = np.array([2**53 + 1, 2**53, 3]), np.array([2.0**53, 3.0])
+    assert find_rows(wanted, found, "field 'key'").tolist() == [-1, 0, 1]
+
+
+def test_a_field_that_is_no_key_is_refused_before_it_is_read(tmp_path):
+    with sl.Writer(tmp_path / "a", {"key": "int64", "image": "uint8[64,64,3]"}) as out:
+        out.write_batch({"key": np.arange(20), "image": np.zeros((20, 64, 64, 3), np.uint8)})
+    for file in (tmp_path / "a" / "image").rglob("c/*"):
+        if file.is_file():
+            file.unlink()
+    with pytest.raises(FieldError, match=r"'image' of .* is uint8.*join by a field with one number"):
+        sl.NumpyDataset(sl.Join(tmp_path / "a", tmp_path / "a", on=("image", "key"), fields=["key"]), batch_size=4)

@@ -47,6 +47,7 @@ REFUSED = [
     ({"name": 8}, "'name', which is text"),
     ({"boxes": 8}, r"'boxes', which is ragged:float32\[4\]"),
     ({"tokens": 0}, "length=0"),
+    ({"tokens": 2**31}, "length=2147483648.*from 1 to 1073741824"),
     ({"tokens": True}, "length=True"),
     ({"tokens": 2.5}, "length=2.5"),
 ]

@@ -14,6 +14,7 @@ import pytest
 import videos
 
 import streamloader as sl
+from streamloader.conversion.sources.media import video_problem
 from streamloader.errors import FieldError, FormatError, SourceError, UsageError
 from streamloader.format.video import VideoIndex, decode_frames, frame_size, index_video
 
@@ -214,10 +215,21 @@ def test_videos_are_added_to_a_dataset_as_a_field(tmp_path):
     assert np.array_equal(batch["film"], [videos.decode(video)[0][:5] for video in made])
 
 
-def test_without_pyav_the_error_names_the_extra(tmp_path, monkeypatch):
+def test_without_pyav_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with (
-        sl.Writer(tmp_path / "d", {"video": "video"}) as out,
-        pytest.raises(UsageError, match=r"streamloader\[video\]"),
-    ):
+    with sl.Writer(tmp_path / "d", {"video": "video"}) as out, pytest.raises(UsageError, match="pip install av"):
         out.write({"video": b"x"})
+
+
+def test_a_video_of_an_unknown_codec_is_an_error_that_names_its_sample():
+    data = videos.encode(frames=5)
+    assert data.count(b"avc1") >= 1
+    with pytest.raises(FieldError, match="'film' of sample 7 "):
+        index_video("film", data.replace(b"avc1", b"zzzz"), 7)
+
+
+def test_early_quicktime_files_are_videos():
+    data = videos.encode(frames=5)
+    assert not video_problem(data)
+    assert not video_problem((8).to_bytes(4, "big") + b"wide" + data)
+    assert video_problem(b"RIFF" + data)

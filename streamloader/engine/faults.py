@@ -7,6 +7,7 @@ rows that have no values. At the end `fill` makes these zeros ("mask"), or copie
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def _filled(column: Any, source: Ints, blank: Sequence[int]) -> Any:
         if blank:
             column[list(blank)] = 0
         return column
-    rows = [column[row] for row in source.tolist()]
+    rows = [column[row] if row == at else deepcopy(column[row]) for at, row in enumerate(source.tolist())]
     other = next((value for row, value in enumerate(rows) if row not in {*blank} and value is not None), None)
     for row in blank:
         rows[row] = empty_like(rows[row] if other is None else other)

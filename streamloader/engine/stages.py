@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
@@ -379,7 +380,7 @@ class Stages:
 
         Without workers its rows are gathered now. Each job ends in `Batch.finished` or in `Batch.fail`.
         """
-        plan = batch.plan
+        plan = begun = batch.plan
         batch.columns = dict.fromkeys(self._names)
         copies: list[Copy] = []
         name = ""
@@ -398,6 +399,7 @@ class Stages:
                 except DecodeError:
                     if not self._mark_invalid(residence, at, plan):
                         raise
+                    batch.plan, batch.blank = begun, set()
                     self.start(batch)
                     return
                 batch.columns |= columns
@@ -721,7 +723,8 @@ class Stages:
         """Let the function of the user make the columns of a batch of samples."""
         if batch.blank:
             source, blank = self._settle(batch)
-            samples = [samples[row] for row in source.tolist()]
+            rows = enumerate(source.tolist())
+            samples = [samples[row] if row == at else deepcopy(samples[row]) for at, row in rows]  # it may change them
             for row in blank:
                 samples[row] = {name: empty_like(value) for name, value in samples[row].items()}
             batch.blank = set()

@@ -35,7 +35,7 @@ REQUEST_BYTES = 8 * MIB  # of the clips of a video that are read together, unles
 SAMPLED_CLIPS = 8  # that are measured
 THREADS = 4  # that read indexes
 INDEX_BYTES = 64 * MIB  # of the indexes that are kept, of the videos that were read last
-FRAME_BYTES = 48  # of an index in memory, for each frame
+FRAME_BYTES = 56  # of an index in memory, for each frame
 ROUNDING = 1e-6  # seconds by which a time may be before that of its frame
 
 
@@ -131,7 +131,7 @@ def count_clips(clips: Clips, frames: Ints, seconds: NDArray[np.float64]) -> Int
     span = (clips.frames - 1) * clips.stride
     if clips.unit == "frames":
         return np.asarray(np.maximum(0, (frames - 1 - span) // clips.starts_every + 1), np.int64)
-    return np.maximum(0, np.ceil((seconds - span) / clips.starts_every)).astype(np.int64)
+    return np.maximum(0, np.ceil((seconds - span - ROUNDING) / clips.starts_every)).astype(np.int64)
 
 
 def clip_frames(clips: Clips, number: int, index: VideoIndex) -> Ints:
@@ -281,7 +281,7 @@ class ClipReader(FieldReader):
         """Return a request for each clip of a run."""
         runs = []
         for number, (header, chosen) in enumerate(run.clips):
-            own = np.unique(chosen)
+            own = _distinct(chosen)
             clip = header, np.searchsorted(own, chosen)
             runs.append(ClipRun.of(run.path, run.packets[own], [clip], run.first_sample, run.first_row + number))
         return runs
@@ -289,6 +289,11 @@ class ClipReader(FieldReader):
     def _broken(self, run: Any, detail: str) -> CorruptError:
         problem = f"the video of sample {run.first_sample} in {self.store.url}/{run.path} is damaged: {detail}"
         return CorruptError(problem, "restore the object, or convert the dataset again")
+
+
+def _distinct(values: Ints) -> Ints:
+    """Return the distinct values, ascending, without code that must not run while the interpreter ends."""
+    return np.unique(values, return_counts=True)[0]  # plain `np.unique` hashes in C++: see `distinct` of the order
 
 
 def _given(memory: memoryview, _size: int) -> memoryview:
@@ -322,7 +327,7 @@ def _run(
 ) -> ClipRun:
     """Return the run of some clips of a video; `where`: its object, and where it begins there."""
     path, base = where
-    every = np.unique(np.concatenate([stored for _, stored in clips]))
+    every = _distinct(np.concatenate([stored for _, stored in clips]))
     every = every[np.argsort(index.starts[every], kind="stable")]
     place = np.zeros(len(index.pts), np.int64)
     place[every] = np.arange(every.size)

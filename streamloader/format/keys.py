@@ -27,8 +27,11 @@ def read_keys(store: Store, manifest: Manifest, on: str, remaining: Remaining | 
         return np.arange(manifest.num_remaining)
     if on not in manifest.fields:
         raise FieldError(f"{store.url} has no field {on!r}", f"its fields are {', '.join(manifest.fields)}")
+    field, where = manifest.fields[on].field, f"field {on!r} of {store.url}"
+    if not (field.kind in ("text", "bytes") or (field.fixed and field.shape == ())):
+        raise _no_key(field, where)
     columns = read_columns({on: FieldReader(store, manifest, on, remaining)}, 0, manifest.num_remaining)
-    return as_keys(columns[on], manifest.fields[on].field, f"field {on!r} of {store.url}")
+    return as_keys(columns[on], field, where)
 
 
 def as_keys(column: Column, field: Field, where: str) -> NDArray[Any]:
@@ -36,8 +39,12 @@ def as_keys(column: Column, field: Field, where: str) -> NDArray[Any]:
     if field.kind in ("text", "bytes"):
         return np.fromiter(column, object, len(column))
     if not isinstance(column, np.ndarray) or column.ndim != 1:
-        raise FieldError(f"{where} is {field}", "join by a field with one number or text for each sample")
+        raise _no_key(field, where)
     return column
+
+
+def _no_key(field: Field, where: str) -> FieldError:
+    return FieldError(f"{where} is {field}", "join by a field with one number or text for each sample")
 
 
 def find_rows(wanted: NDArray[Any], found: NDArray[Any], where: str) -> NDArray[np.int64]:
@@ -47,8 +54,8 @@ def find_rows(wanted: NDArray[Any], found: NDArray[Any], where: str) -> NDArray[
     """
     if (wanted.dtype == object) != (found.dtype == object):
         raise FieldError(f"{where} is text on one side and a number on the other", "give both one type")
-    if np.result_type(wanted, found).kind == "f" and "f" not in (wanted.dtype.kind, found.dtype.kind):
-        wanted, found = wanted.astype(object), found.astype(object)  # int64 and uint64: numpy would round them
+    if wanted.dtype.kind != found.dtype.kind and np.result_type(wanted, found).kind == "f":
+        wanted, found = wanted.astype(object), found.astype(object)  # integers beside others, which numpy would round
     order = np.argsort(found, kind="stable")
     ordered = found[order]
     if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):

@@ -84,8 +84,8 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
                 kinds = ", ".join(CONTAINERS)
                 raise FieldError(f"{where} is a video in {container.format.name}, and not in {kinds}", remedy)
             stream = next(iter(container.streams.video), None)
-            if stream is None:
-                raise FieldError(f"{where} has no video stream", "leave it out")
+            if stream is None or stream.codec_context is None:
+                raise FieldError(f"{where} has no video stream of a known codec", "leave it out")
             packets = [packet for packet in container.demux(stream) if packet.size]
             header, columns = _describe(stream, data), _columns(packets, data, where, remedy)
             last = max(packets, key=lambda packet: packet.pts)
@@ -113,7 +113,9 @@ def _describe(stream: Any, data: bytes) -> dict[str, Any]:
         **{name: int(getattr(context, name)) for name in _TRAITS},
     }
     with need("av").open(io.BytesIO(data)) as container:
-        rotation = int(next(frame.rotation for frame in container.decode(video=0)))
+        rotation = next((int(frame.rotation) for frame in container.decode(video=0)), None)
+    if rotation is None or rotation % 90:
+        raise ValueError("no frame is shown" if rotation is None else f"it is turned by {rotation} degrees")
     return {**header, "rotation": rotation % 360}
 
 
@@ -216,7 +218,8 @@ def decode_frames(
 
     turns = header["rotation"] // 90
     for time, data in packets:
-        packet = av.Packet(data)
+        packet = av.Packet(len(data))  # a copy, with the zeros after it that FFmpeg's decoders read
+        packet.update(data)
         packet.pts = time
         put(context.decode(packet))
     put(context.decode(None))

@@ -74,6 +74,11 @@ def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
         if counts[0] != counts[1]:
             problem = f"{left.store.url} has {counts[0]} samples, {right.store.url} has {counts[1]}"
             raise FieldError(problem, "join them by a key: Join(on=)")
+        deleted = [side.remaining.excluded for side in (left, right) if side.remaining is not None]
+        same = len(deleted) < 2 or deleted[0].size != deleted[1].size or np.array_equal(deleted[0], deleted[1])
+        if not same:
+            problem = f"other samples are deleted from {left.store.url} than from {right.store.url}"
+            raise FieldError(problem, "join them by a key: Join(on=)")
         return None
     wanted, found = (
         read_keys(side.store, side.manifest, key, side.remaining)

@@ -166,7 +166,9 @@ class _Delete(Addition):
     @cached_property
     def details(self) -> Mapping[str, Any]:
         """What was given."""
-        return {"by": "delete", "where": self.chosen.where, "ids": self.chosen.digest, "erase": self.erase}
+        chosen = self.chosen
+        given = {"by": "delete", "where": chosen.where, "ids": chosen.digest, "erase": self.erase}
+        return given | ({} if chosen.version is None else {"version": chosen.version})
 
     @cached_property
     def provenance(self) -> dict[str, Any]:

@@ -96,7 +96,8 @@ VIDEO_ENCODINGS = dict.fromkeys(("mp4", "m4v", "mov", "webm", "mkv"), "video")
 
 def video_problem(data: bytes) -> str:
     """Return the reason why a file is no video, "" if there is none: its index, made later, needs all of it."""
-    known = data[4:8] == b"ftyp" or data[:4] == b"\x1a\x45\xdf\xa3"  # MP4; Matroska and WebM
+    # MP4 and QuickTime, of which early files have no `ftyp`; Matroska and WebM
+    known = data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip") or data[:4] == b"\x1a\x45\xdf\xa3"
     return "" if known else f"its {len(data)} bytes have no known video header"
 
 
