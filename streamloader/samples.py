@@ -10,6 +10,15 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
+def distinct(values: Ints) -> Ints:
+    """Return the distinct values, ascending.
+
+    `np.unique(values)` alone hashes them in C++ code (numpy 2.3), which aborts the process if the interpreter ends
+    meanwhile, as it may for the daemon threads of a pass.
+    """
+    return np.unique(values, return_counts=True)[0]
+
+
 class AllBut:
     """The numbers of all `num_samples` samples of a dataset but those in `excluded`, ascending and distinct.
 

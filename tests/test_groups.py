@@ -285,6 +285,7 @@ def test_a_plan_tells_the_padding_with_and_without_buckets(texts):
         ({"bucket_by": "tokens", "batch_size": None}, "batch_size=None"),
         ({"bucket_by": lambda lengths: [1, 2]}, "bucket_by= returned"),
         ({"bucket_by": lambda lengths: -lengths["tokens"]}, "bucket_by= returned"),
+        ({"bucket_by": lambda lengths: lengths["tokens"] / 128}, "bucket_by= returned.*whole number"),
         ({"bucket_steps": 1}, "bucket_steps"),
     ],
 )

@@ -15,8 +15,8 @@ from streamloader.engine.gather import Copy, flat
 from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import CorruptError
 from streamloader.options import Pack
-from streamloader.order.epoch_order import distinct
 from streamloader.order.schedule import BatchPlan, Ints
+from streamloader.samples import distinct
 
 # The columns beside the rows of the first packed field, by what follows its name.
 CU_SEQLENS, POSITIONS, DOCUMENTS = "_cu_seqlens", "_positions", "_documents"

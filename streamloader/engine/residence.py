@@ -34,8 +34,8 @@ from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack, Pad
-from streamloader.order.epoch_order import distinct
 from streamloader.order.schedule import BatchPlan, BlockRef, Ints
+from streamloader.samples import distinct
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder

@@ -22,6 +22,7 @@ from streamloader.format.manifest import Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.format.video import BESIDE, VideoIndex, decode_frames, frame_size
 from streamloader.options import MIB, Clips, Layout
+from streamloader.samples import distinct
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store
@@ -281,7 +282,7 @@ class ClipReader(FieldReader):
         """Return a request for each clip of a run."""
         runs = []
         for number, (header, chosen) in enumerate(run.clips):
-            own = _distinct(chosen)
+            own = distinct(chosen)
             clip = header, np.searchsorted(own, chosen)
             runs.append(ClipRun.of(run.path, run.packets[own], [clip], run.first_sample, run.first_row + number))
         return runs
@@ -289,11 +290,6 @@ class ClipReader(FieldReader):
     def _broken(self, run: Any, detail: str) -> CorruptError:
         problem = f"the video of sample {run.first_sample} in {self.store.url}/{run.path} is damaged: {detail}"
         return CorruptError(problem, "restore the object, or convert the dataset again")
-
-
-def _distinct(values: Ints) -> Ints:
-    """Return the distinct values, ascending, without code that must not run while the interpreter ends."""
-    return np.unique(values, return_counts=True)[0]  # plain `np.unique` hashes in C++: see `distinct` of the order
 
 
 def _given(memory: memoryview, _size: int) -> memoryview:
@@ -327,7 +323,7 @@ def _run(
 ) -> ClipRun:
     """Return the run of some clips of a video; `where`: its object, and where it begins there."""
     path, base = where
-    every = _distinct(np.concatenate([stored for _, stored in clips]))
+    every = distinct(np.concatenate([stored for _, stored in clips]))
     every = every[np.argsort(index.starts[every], kind="stable")]
     place = np.zeros(len(index.pts), np.int64)
     place[every] = np.arange(every.size)

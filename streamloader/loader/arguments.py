@@ -291,9 +291,10 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
         names = [*own, *(name for right, _ in dataset.joined for name in right.names if name in right.manifest.lengths)]
         values = np.asarray(choice({name: lengths_of(dataset, name) for name in names}))
     count = dataset.manifest.num_remaining
-    if values.shape != (count,) or values.dtype.kind not in "iuf" or not np.all((values >= 0) & (values < 2**32)):
+    whole_numbers = values.dtype.kind in "iuf" and np.all((values >= 0) & (values < 2**32) & (values % 1 == 0))
+    if values.shape != (count,) or not whole_numbers:
         problem = f"bucket_by= returned {values.dtype}{list(values.shape)} for {count} samples"
-        raise UsageError(problem, "return one number from 0 to 2**32 for each sample")
+        raise UsageError(problem, "return one whole number from 0 to 2**32 - 1 for each sample")
     return np.ascontiguousarray(values, np.uint32)
 
 

@@ -16,8 +16,8 @@ from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import GAP_BYTES
 from streamloader.loader.arguments import Source, choose_fields, draw, open_dataset, sides_of
 from streamloader.options import MIB, Join
-from streamloader.order.epoch_order import distinct
 from streamloader.order.schedule import Ints
+from streamloader.samples import distinct
 
 # What is warned of: an epoch that reads more than this many times the bytes of a joined field, and so many bytes more.
 TIMES, BYTES = 4, 256 * MIB

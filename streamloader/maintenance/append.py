@@ -22,7 +22,7 @@ from streamloader.conversion.api import default_options
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
-from streamloader.conversion.sources.base import Bad, Columns, RowSource
+from streamloader.conversion.sources.base import Bad, Columns, RowNumbers, RowSource
 from streamloader.conversion.sources.fields import FieldSelection, choose, transform_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.transforms import parse_map, parse_recode
@@ -183,6 +183,15 @@ def _check_arrays(opened: Opened, source: RowSource) -> None:
 def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
     """Return the class names of the dataset by field, each list followed by the new names of the source."""
     return {key: [*names, *(new for new in source.get(key, ()) if new not in names)] for key, names in dataset.items()}
+
+
+def no_source(url: str) -> RowSource:
+    """Return a source without rows, for what adds none to the dataset at `url`."""
+    return RowSource(url, (), {}, 0, {}, _no_rows)
+
+
+def _no_rows(_rows: RowNumbers) -> Any:
+    raise AssertionError("what adds no rows reads none")
 
 
 def relabel(source: RowSource, classes: Classes) -> RowSource:

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from streamloader.conversion import job
 from streamloader.conversion.executors import parse_engine
-from streamloader.conversion.sources.base import RowSource
 from streamloader.errors import SelectionError, UsageError
 from streamloader.format import publish
 from streamloader.format.conditions import Condition, matching_samples, number_files, parse_lines
 from streamloader.format.deleted import Remaining, read_remaining, write_deleted
 from streamloader.format.manifest import Manifest
 from streamloader.format.opening import Opened, open_root
-from streamloader.maintenance.append import Addition, AppendReport, check_claim, read_claim, with_entry
+from streamloader.maintenance.append import Addition, AppendReport, check_claim, no_source, read_claim, with_entry
 from streamloader.maintenance.erase import Eraser
 from streamloader.storage import open_store
 from streamloader.zarr.coordinates import time_labels
@@ -66,12 +65,8 @@ def delete(
     opened = open_root(root, split)
     run_options = job.RunOptions(0, "raise", job.ignore, parse_engine("local"))
     chosen = _Chosen(where, ids, split, opened, version)
-    nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
+    nothing = no_source(opened.store.url)
     return _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
-
-
-def _no_rows(_rows: Ints) -> Any:
-    raise AssertionError("a deletion reads no rows of a source")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,20 @@ from numpy.typing import NDArray
 
 from streamloader.conversion import job
 from streamloader.conversion.executors import parse_engine
-from streamloader.conversion.sources.base import RowNumbers, RowSource
 from streamloader.format import publish, tables
 from streamloader.format.manifest import Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.publish import APPEND, FieldReceipt, Receipt, StoredObject
 from streamloader.format.reader import COLUMN_REQUEST, FieldReader, Run
-from streamloader.maintenance.append import LENGTHS, Addition, AppendReport, check_claim, read_claim, with_entry
+from streamloader.maintenance.append import (
+    LENGTHS,
+    Addition,
+    AppendReport,
+    check_claim,
+    no_source,
+    read_claim,
+    with_entry,
+)
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
 
@@ -50,12 +57,8 @@ def add_lengths(
     root = open_store(url, storage_options)
     opened = open_root(root, split)
     run_options = job.RunOptions(0, "raise", progress or job.ignore, parse_engine("local"))
-    nothing = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
+    nothing = no_source(opened.store.url)
     return _Lengths(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options).run()
-
-
-def _no_rows(_rows: RowNumbers) -> Any:
-    raise AssertionError("tables of lengths have no rows of a source")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from math import lcm, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.order.epoch_order import distinct, mix
+from streamloader.order.epoch_order import mix
+from streamloader.samples import distinct
 
 Ints = NDArray[np.int64]
 

@@ -31,15 +31,6 @@ _ROUND_STRIDE = 0xD1B54A32D192ED03
 _MASK64 = 2**64 - 1
 
 
-def distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the distinct values, ascending.
-
-    `np.unique(values)` alone hashes them in C++ code (numpy 2.3), which aborts the process if the interpreter ends
-    meanwhile, as it may for the daemon threads of a pass.
-    """
-    return np.unique(values, return_counts=True)[0]
-
-
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return splitmix64 of each element (Steele, Lea and Flood 2014; Vigna's constants), as a new array of shape (n,).
 

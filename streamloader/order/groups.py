@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.order.epoch_order import EpochOrder, distinct, permute
+from streamloader.order.epoch_order import EpochOrder, permute
+from streamloader.samples import distinct
 
 Ints = NDArray[np.int64]
 Lengths = Callable[[Ints], Ints]  # the lengths of samples by their number in the order

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
-from streamloader.order.epoch_order import EpochOrder, OrderParams, distinct
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import Lengths, exchanged_in_lanes, number_steps
 from streamloader.order.schedule import (
     MAX_ROWS,
@@ -40,6 +40,7 @@ from streamloader.order.schedule import (
     read_lanes,
     read_units,
 )
+from streamloader.samples import distinct
 
 # Maximum sum of whole weights, and so of the turns after which the order of sources repeats. Weights that need more are
 # rounded.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import SelectionError
-from streamloader.order.epoch_order import distinct
+from streamloader.samples import distinct
 
 if TYPE_CHECKING:
     from streamloader.samples import AllBut

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
-from streamloader.order.epoch_order import distinct
-from streamloader.samples import AllBut
+from streamloader.samples import AllBut, distinct
 
 Ints = NDArray[np.int64]
 

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import SelectionError
-from streamloader.order.epoch_order import distinct, permute
+from streamloader.order.epoch_order import permute
+from streamloader.samples import distinct
 
 if TYPE_CHECKING:
     from streamloader.samples import AllBut

@@ -15,7 +15,7 @@ from streamloader import errors
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError, StreamloaderError
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
-from streamloader.order.epoch_order import distinct
+from streamloader.samples import distinct
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all

@@ -33,7 +33,7 @@ from streamloader.order.anchors import (
     segment_anchors,
     split_segments,
 )
-from streamloader.order.epoch_order import distinct
+from streamloader.samples import distinct
 from streamloader.storage import Store, open_store
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
