@@ -89,13 +89,14 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
             packets = [packet for packet in container.demux(stream) if packet.size]
             header, columns = _describe(stream, data), _columns(packets, data, where, remedy)
             last = max(packets, key=lambda packet: packet.pts)
+            unit, duration = stream.time_base, last.duration  # while the container is open: then they are gone
     except (av.FFmpegError, ValueError) as error:
         raise FieldError(f"{where} is no video that can be read: {error}", remedy) from error
     times = np.sort(columns["pts"][columns["flags"] & HIDDEN == 0])
     if not times.size or not columns["flags"][0] & KEY or np.any(times[1:] == times[:-1]):
         raise FieldError(f"{where} has no frames, no first key frame, or two frames at one time", remedy)
-    unit, count = stream.time_base, int(times.size)
-    duration = last.duration or (int(times[-1] - times[0]) // max(1, count - 1))
+    count = int(times.size)
+    duration = duration or (int(times[-1] - times[0]) // max(1, count - 1))
     seconds = (int(times[-1] - times[0]) + duration) * unit.numerator / unit.denominator
     packed = b"".join(columns[key].astype(kind).tobytes() for key, kind in _COLUMNS)
     index = (json.dumps({**header, "frames": len(packets)}) + "\n").encode() + packed
