@@ -99,5 +99,5 @@ bench-cores: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f streamloader/format/*.so
+	rm -f streamloader/format/*.so streamloader/order/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
