@@ -544,6 +544,11 @@ class Extension:
         return tail if tail is not None and tail.shard == shard else None
 
 
+def nothing_new(base: Manifest) -> Extension:
+    """Return the extension of a version that gets no samples and no fields."""
+    return Extension(replace(base, fields={}, tables={}, lengths={}), 0)
+
+
 def plan_extension(store: Store, base: Manifest, added: int) -> Extension:
     """Plan an append of `added` samples. Reads the last pages of the chunk tables; raises as `ChunkTable.entries`."""
     base, tails = replace(base, provenance={}), dict[str, Tail]()

@@ -39,8 +39,10 @@ from streamloader.options import (
     Remainder,
     Sampling,
     Shuffle,
+    in_range,
     is_whole,
     whole,
+    whole_numbers,
 )
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
@@ -630,13 +632,15 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
     if choice is None:
         return selection
     from streamloader.format.conditions import number_files, parse_lines
-    from streamloader.order.selection import exclude, read_numbers
+    from streamloader.order.selection import exclude
+    from streamloader.samples import distinct
 
     if isinstance(choice, str | os.PathLike):
         own = {"split": source.split, "source": store.url}
         files = number_files(store, choice, "exclude")
         choice = np.concatenate([parse_lines(data, name, num_samples, own) for name, data in files])
-    return exclude(selection, read_numbers(choice, num_samples), num_samples)
+    excluded = distinct(in_range(whole_numbers(choice, "exclude"), num_samples, "exclude"))
+    return exclude(selection, excluded, num_samples)
 
 
 def choose_packs(

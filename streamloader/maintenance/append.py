@@ -63,9 +63,9 @@ class AppendReport:
     format: str
     manifest: Manifest
     before: int
-    added: int
-    shards: int
-    shards_kept: int
+    added: int = 0
+    shards: int = 0
+    shards_kept: int = 0
     fields: tuple[str, ...] = ()
     deleted: int = 0
     erased: int = 0
@@ -185,9 +185,19 @@ def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
     return {key: [*names, *(new for new in source.get(key, ()) if new not in names)] for key, names in dataset.items()}
 
 
-def no_source(url: str) -> RowSource:
-    """Return a source without rows, for what adds none to the dataset at `url`."""
-    return RowSource(url, (), {}, 0, {}, _no_rows)
+def without_rows(
+    url: str | os.PathLike[str],
+    split: str | None,
+    storage_options: Mapping[str, Any] | None,
+    format: str,  # noqa: A002 - the name in `AppendReport`
+    progress: job.Listener = job.ignore,
+) -> tuple[Store, Opened, str | None, str, RowSource, job.TransformOptions, job.RunOptions]:
+    """Open a dataset or split; return the fields of an `Addition` to it that adds no rows."""
+    root = open_store(url, storage_options)
+    opened = open_root(root, split)
+    source = RowSource(opened.store.url, (), {}, 0, {}, _no_rows)
+    run_options = job.RunOptions(0, "raise", progress, parse_engine("local"))
+    return root, opened, split, format, source, job.TransformOptions(), run_options
 
 
 def _no_rows(_rows: RowNumbers) -> Any:
@@ -295,6 +305,11 @@ class Addition(ABC):
         """The keys of the claim that tell whether it is of the same addition."""
 
     @property
+    def adds(self) -> bool:
+        """Whether there is anything to publish."""
+        return True
+
+    @property
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
         """The provenance of the new manifest."""
@@ -324,7 +339,7 @@ class Addition(ABC):
         return dict(json.loads(json.dumps(claim)))  # equal to the value that `read_claim` returns
 
     def run(self) -> AppendReport:
-        """Write, publish and clean up, unless an earlier run has published the same addition.
+        """Write, publish and clean up, unless there is nothing to add, or an earlier run has published the same.
 
         Another run may have the same claim at the same time: both write the same bytes.
         """
@@ -334,6 +349,8 @@ class Addition(ABC):
             end_published(store, claim, base)
             if all(claim.get(key) == self.claim[key] for key in self.details):
                 return self.report(base)
+        if not self.adds:
+            return AppendReport(store.url, self.format, base, base.num_remaining)
         planned = self.plan()
         self._take_claim()
         try:
@@ -432,12 +449,10 @@ class _Append(Addition):
             added["shuffle"] = {"seed": self.transforms.shuffle}
         return {**with_entry(old, "appended", added), **({"classes": classes} if classes else {})}
 
-    def run(self) -> AppendReport:
-        """Append the samples; nothing if the source is empty."""
-        base = self.opened.manifest
-        if not self.source.num_samples:
-            return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
-        return super().run()
+    @property
+    def adds(self) -> bool:
+        """Whether the source has samples."""
+        return self.source.num_samples > 0
 
     def plan(self) -> Callable[[], publish.Extension]:
         """Check the size of the samples; return a function that reads the last pages of the chunk tables."""

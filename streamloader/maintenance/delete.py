@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion import job
-from streamloader.conversion.executors import parse_engine
 from streamloader.errors import SelectionError, UsageError
 from streamloader.format import publish
 from streamloader.format.conditions import Condition, matching_samples, number_files, parse_lines
 from streamloader.format.deleted import Remaining, read_remaining, write_deleted
 from streamloader.format.manifest import Manifest
-from streamloader.format.opening import Opened, open_root
-from streamloader.maintenance.append import Addition, AppendReport, check_claim, no_source, read_claim, with_entry
+from streamloader.format.opening import Opened
+from streamloader.maintenance.append import Addition, AppendReport, check_claim, with_entry, without_rows
 from streamloader.maintenance.erase import Eraser
-from streamloader.storage import open_store
+from streamloader.options import in_range, whole_numbers
+from streamloader.samples import distinct
 from streamloader.zarr.coordinates import time_labels
 
 FORMAT = "numbers"  # of the "source" of a deletion
@@ -61,12 +60,8 @@ def delete(
     """
     if (where is not None and ids is not None) or (not erase and where is ids is None):
         raise UsageError("delete takes where= or ids=", "give one of them")
-    root = open_store(url, storage_options)
-    opened = open_root(root, split)
-    run_options = job.RunOptions(0, "raise", job.ignore, parse_engine("local"))
-    chosen = _Chosen(where, ids, split, opened, version)
-    nothing = no_source(opened.store.url)
-    return _Delete(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options, chosen, erase).run()
+    common = without_rows(url, split, storage_options, FORMAT)
+    return _Delete(*common, _Chosen(where, ids, split, common[1], version), erase).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +74,6 @@ class _Chosen:
     opened: Opened
     version: int | None
 
-    def check_version(self) -> None:
-        """Raise `SelectionError` if the numbers are those of another version than the current one."""
-        current = self.opened.manifest.generation
-        if self.version is not None and self.version != current:
-            problem = f"ids= of version {self.version}: {self.opened.store.url} is version {current} by now"
-            remedy = "see streamloader log; if it was not this deletion, find the samples again, or delete by where="
-            raise SelectionError(problem, remedy)
-
     @cached_property
     def _files(self) -> list[tuple[str, bytes]]:
         """The names and the contents of the files of sample numbers."""
@@ -95,14 +82,7 @@ class _Chosen:
     @cached_property
     def _given(self) -> NDArray[Any]:
         """The numbers that were given. Raises `SelectionError`."""
-        remedy = "give sample numbers, or the path or URL of a file of them"
-        try:
-            numbers = np.asarray(self.ids)
-        except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-            raise SelectionError(f"ids= is not an array: {error}", remedy) from error
-        if numbers.ndim != 1 or not (numbers.dtype.kind in "iu" or not numbers.size) or np.ma.is_masked(self.ids):
-            raise SelectionError(f"ids= has the dtype {numbers.dtype} and the shape {numbers.shape}", remedy)
-        return numbers
+        return whole_numbers(self.ids, "ids")
 
     @cached_property
     def digest(self) -> str:
@@ -117,7 +97,11 @@ class _Chosen:
     def samples(self, remaining: Remaining | None) -> Ints:
         """Return the samples to delete, by their ascending numbers in the opened version. Raises `SelectionError`."""
         manifest, store, _ = self.opened
-        count = manifest.num_remaining
+        count, current = manifest.num_remaining, manifest.generation
+        if self.version not in (None, current):
+            problem = f"ids= of version {self.version}: {store.url} is version {current} by now"
+            remedy = "see streamloader log; if it was not this deletion, find the samples again, or delete by where="
+            raise SelectionError(problem, remedy)
         if self.where is self.ids is None:
             return np.zeros(0, np.int64)
         if self.where is not None:
@@ -125,13 +109,8 @@ class _Chosen:
             return matching_samples(condition, store, manifest, remaining, times=times)
         if isinstance(self.ids, str | os.PathLike):
             own = {"split": self.split, "source": store.url}
-            numbers = np.concatenate([parse_lines(data, name, count, own, "ids") for name, data in self._files])
-        else:
-            numbers = self._given
-            if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
-                problem = f"ids= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {count}"
-                raise SelectionError(problem, f"give numbers in [0, {count})")
-        return np.unique(numbers.astype(np.int64))
+            return distinct(np.concatenate([parse_lines(data, name, count, own, "ids") for name, data in self._files]))
+        return distinct(in_range(self._given, count, "ids"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,16 +153,10 @@ class _Delete(Addition):
             entry |= {"erased": self._stored.size, "generation": self.opened.manifest.generation + 1}
         return with_entry(self.opened.manifest.provenance, DELETED, entry)
 
-    def run(self) -> AppendReport:
-        """Delete the samples; publish nothing if there are none."""
-        base, claim = self.opened.manifest, read_claim(self.opened.store)
-        same = claim is not None and all(claim.get(key) == self.claim[key] for key in self.details)
-        published = same and claim is not None and claim["generation"] <= base.generation  # and then killed
-        if not published:
-            self.chosen.check_version()
-        if not published and not (self._stored.size if self.erase else self._samples.size):
-            return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
-        return super().run()
+    @property
+    def adds(self) -> bool:
+        """Whether there are samples to delete, or to erase."""
+        return bool(self._stored.size if self.erase else self._samples.size)
 
     def plan(self) -> Callable[[], publish.Extension]:
         """Check that samples remain; return a function that plans to write nothing."""
@@ -191,7 +164,7 @@ class _Delete(Addition):
         if count and count == base.num_remaining:
             problem = f"all {count} samples of {self.opened.store.url} would be deleted"
             raise UsageError(problem, "delete fewer, or the objects of the dataset")
-        return partial(publish.Extension, replace(base, fields={}, tables={}, lengths={}), 0)
+        return partial(publish.nothing_new, base)
 
     def finish(self, extension: publish.Extension, receipts: publish.Receipts) -> Manifest:
         """Write the list of deleted samples, and the tables of all fields; first overwrite shards if `erase`."""
@@ -209,8 +182,8 @@ class _Delete(Addition):
         """Return the report of the deletion that made this manifest."""
         entry = manifest.provenance[DELETED][-1]
         count, erased = int(entry["num_samples"]), int(entry.get("erased", 0))
-        counts = manifest.num_remaining + count, 0, 0, 0
-        return AppendReport(self.opened.store.url, self.format, manifest, *counts, deleted=count, erased=erased)
+        before = manifest.num_remaining + count
+        return AppendReport(self.opened.store.url, self.format, manifest, before, deleted=count, erased=erased)
 
 
 def erased_by(manifest: Manifest) -> tuple[int, int]:

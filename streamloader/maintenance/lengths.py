@@ -14,22 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion import job
-from streamloader.conversion.executors import parse_engine
 from streamloader.format import publish, tables
 from streamloader.format.manifest import Manifest
-from streamloader.format.opening import open_root
 from streamloader.format.publish import APPEND, FieldReceipt, Receipt, StoredObject
 from streamloader.format.reader import COLUMN_REQUEST, FieldReader, Run
-from streamloader.maintenance.append import (
-    LENGTHS,
-    Addition,
-    AppendReport,
-    check_claim,
-    no_source,
-    read_claim,
-    with_entry,
-)
-from streamloader.storage import open_store
+from streamloader.maintenance.append import LENGTHS, Addition, AppendReport, check_claim, with_entry, without_rows
 from streamloader.storage.process import run_all
 
 FORMAT = "streamloader"
@@ -54,11 +43,7 @@ def add_lengths(
     Raises `DestinationError` if an append is in progress or was published in the meantime, `FormatError` for a damaged
     chunk, the errors of `open`, and `StorageError`.
     """
-    root = open_store(url, storage_options)
-    opened = open_root(root, split)
-    run_options = job.RunOptions(0, "raise", progress or job.ignore, parse_engine("local"))
-    nothing = no_source(opened.store.url)
-    return _Lengths(root, opened, split, FORMAT, nothing, job.TransformOptions(), run_options).run()
+    return _Lengths(*without_rows(url, split, storage_options, FORMAT, progress or job.ignore)).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,17 +68,14 @@ class _Lengths(Addition):
         base = self.opened.manifest
         return with_entry(base.provenance, ADDED, {"fields": list(self._names), "generation": base.generation + 1})
 
-    def run(self) -> AppendReport:
-        """Add the tables; publish nothing if none is missing."""
-        base, claim = self.opened.manifest, read_claim(self.opened.store)
-        published = claim is not None and claim.get("by") == LENGTHS and claim["generation"] <= base.generation
-        if not self._names and not published:
-            return AppendReport(self.opened.store.url, self.format, base, base.num_remaining, 0, 0, 0)
-        return super().run()
+    @property
+    def adds(self) -> bool:
+        """Whether a table is missing."""
+        return bool(self._names)
 
     def plan(self) -> Callable[[], publish.Extension]:
         """Return a function that plans to write no shard."""
-        return partial(publish.Extension, replace(self.opened.manifest, fields={}, tables={}, lengths={}), 0)
+        return partial(publish.nothing_new, self.opened.manifest)
 
     def finish(self, extension: publish.Extension, _receipts: publish.Receipts) -> Manifest:
         """Write the pages that are missing, then copies of the chunk tables; return a manifest with the same order."""
@@ -145,7 +127,7 @@ class _Lengths(Addition):
     def report(self, manifest: Manifest) -> AppendReport:
         """Return the report of the addition that made this manifest."""
         names, count = tuple(manifest.provenance[ADDED][-1]["fields"]), manifest.num_remaining
-        return AppendReport(self.opened.store.url, self.format, manifest, count, 0, 0, 0, names)
+        return AppendReport(self.opened.store.url, self.format, manifest, count, fields=names)
 
 
 def _read_lengths(reader: FieldReader, start: int, stop: int) -> NDArray[np.int64]:

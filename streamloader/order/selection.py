@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
-from streamloader.samples import AllBut, distinct
+from streamloader.options import as_array, in_range
+from streamloader.samples import AllBut
 
 Ints = NDArray[np.int64]
 
@@ -61,34 +62,6 @@ def exclude(selection: Ints | None, excluded: Ints, num_samples: int) -> Ints | 
     return left
 
 
-def read_numbers(choice: Any, num_samples: int) -> Ints:
-    """Return the sample numbers that `exclude=` has, ascending and distinct. Raises `SelectionError` for others."""
-    values = as_array(choice, "exclude", remedy := "give sample numbers, or the path or URL of a file of them")
-    if values.dtype.kind not in "iu" and values.size:
-        raise SelectionError(f"exclude= has the dtype {values.dtype}", remedy)
-    _check_range(values, num_samples, "exclude")
-    return distinct(values.astype(np.int64))
-
-
-def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
-    """Return an argument as an array of one axis. Raises `SelectionError`."""
-    if np.ma.is_masked(choice):
-        raise SelectionError(f"{name}= has masked elements", f"fill them: {name}.filled(False)")
-    try:
-        values = np.asarray(choice)
-    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-        raise SelectionError(f"{name}= is not an array: {error}", remedy) from error
-    if values.ndim != 1:
-        raise SelectionError(f"{name}= has the shape {values.shape}", remedy)
-    return values
-
-
-def _check_range(numbers: NDArray[Any], num_samples: int, name: str) -> None:
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
-        problem = f"{name}= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
-        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
-
-
 def check_some(samples: Ints, num_samples: int) -> Ints:
     """Return the selected samples. Raises `SelectionError` if there is none."""
     if not samples.size:
@@ -105,9 +78,7 @@ def check_fits(count: int, memory: int | None) -> None:
 
 
 def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> Ints:
-    _check_range(numbers, num_samples, "where")
-    samples = numbers.astype(np.int64)
-    samples.sort()
+    samples = np.sort(in_range(numbers, num_samples, "where"))
     repeated = samples[1:][samples[1:] == samples[:-1]]
     if repeated.size:
         raise SelectionError(f"where= has sample {repeated[0]} more than once", "give each sample once")

@@ -4,18 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transform_tasks
-from added import COUNT, FIELDS, SMALL, base_columns, given_columns, new_columns, written
-from conversions import Stop, contents, dying
+from added import COUNT, FIELDS, SMALL, base_columns, given_columns, kill_at_each_change, new_columns, written
+from conversions import contents
 from golden import assert_same
 
 import streamloader as sl
-from streamloader.maintenance.append import abandon
 from streamloader.storage import open_store
 
 HERE = Path(__file__).parent
@@ -89,29 +88,6 @@ def test_an_addition_that_is_killed_at_any_change_goes_on_to_the_same_bytes(spli
         written(tmp_path / "source", FIELDS, base_columns(0, 60))
         shutil.rmtree(data)
         sl.convert(tmp_path / "source", data, layout=SMALL, split="train=5/6,val=1/6", workers=0)
-    shutil.copytree(data, tmp_path / "whole")
     columns = {key: given_columns(COUNT)[key] for key in ("score", "vector", "caption")}
-    sl.add_columns(tmp_path / "whole", columns, split=split, workers=0)
-    whole, first = contents(tmp_path / "whole"), contents(data)
-    ended = False
-    for changes in range(200):
-        there = tmp_path / f"killed{changes}"
-        shutil.copytree(data, there)
-        with monkeypatch.context() as patch, suppress(Stop):
-            dying(patch, changes)
-            sl.add_columns(there, columns, split=split, workers=0)
-            ended = True
-        ds = sl.open(there, split=split)
-        published = "score" in ds.fields
-        assert np.array_equal(np.sort(ds[:]["n"]), np.sort(sl.open(data, split=split)[:]["n"]))
-        assert sl.verify(there).ok
-        if ended:
-            break
-        if changes % 2:
-            assert published or abandon(there, split=split) == (changes > 0)
-            assert published or contents(there) == first
-        sl.add_columns(there, columns, split=split, workers=0)
-        assert contents(there) == whole
-        shutil.rmtree(there)
-    assert ended
-    assert changes > 15
+    add = partial(sl.add_columns, columns=columns, split=split, workers=0)
+    assert kill_at_each_change(add, data, split, monkeypatch) > 15

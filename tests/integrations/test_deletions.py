@@ -6,12 +6,11 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from added import COUNT, FIELDS, SMALL, base_columns, written
-from conversions import Stop, contents, dying
+from added import COUNT, FIELDS, SMALL, base_columns, kill_at_each_change, written
+from conversions import Stop, dying
 
 import streamloader as sl
 from streamloader.errors import DestinationError
-from streamloader.maintenance.append import abandon
 from streamloader.storage import open_store
 
 LEFT = [n for n in range(COUNT) if n % 3]
@@ -77,27 +76,10 @@ def test_a_deletion_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split
         shutil.rmtree(data)
         sl.convert(tmp_path / "source", data, layout=SMALL, split="train=5/6,val=1/6", workers=0)
     sl.delete(data, ids=[7], split=split)
-    shutil.copytree(data, tmp_path / "whole")
-    gone = np.arange(0, 40, 3)
-    sl.delete(tmp_path / "whole", ids=gone, split=split)
-    whole, first, count = contents(tmp_path / "whole"), contents(data), len(sl.open(data, split=split))
-    ended, changes = False, 0
-    while not ended:
-        there = tmp_path / f"killed{changes}"
-        shutil.copytree(data, there)
-        with monkeypatch.context() as patch, suppress(Stop):
-            dying(patch, changes)
-            sl.delete(there, ids=gone, split=split)
-            ended = True
-        published = len(sl.open(there, split=split)) == count - len(gone)
-        assert published or len(sl.open(there, split=split)) == count
-        assert sl.verify(there).ok
-        if not ended and changes % 2:
-            assert published or abandon(there, split=split) == (changes > 0)
-            assert published or contents(there) == first
-        if not ended:
-            assert sl.delete(there, ids=gone, split=split).deleted == len(gone)
-        assert contents(there) == whole
-        shutil.rmtree(there)
-        changes += 3 if split else 1
-    assert changes > 10
+    count, gone = len(sl.open(data, split=split)), np.arange(0, 40, 3)
+
+    def delete(url):
+        assert sl.delete(url, ids=gone, split=split).deleted == len(gone)
+        assert len(sl.open(url, split=split)) == count - len(gone)
+
+    assert kill_at_each_change(delete, data, split, monkeypatch, 3 if split else 1) > 10

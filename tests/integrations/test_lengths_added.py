@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import naive_reader
 import numpy as np
 import pytest
-from added import SMALL, base_columns, new_columns, written
+from added import SMALL, base_columns, kill_at_each_change, new_columns, written
 from conversions import Stop, contents, dying, meanwhile
 
 import streamloader as sl
@@ -121,31 +121,7 @@ def test_an_addition_that_is_killed_at_any_change_goes_on_to_the_same_bytes(spli
     sl.convert(source, data, layout=SMALL, split=split and "train=5/6,val=1/6", workers=0)
     without_lengths(data, split)
     assert not split or (sl.open(data, split="val").manifest.lengths and sl.verify(data).ok)
-    shutil.copytree(data, tmp_path / "whole")
-    add_lengths(tmp_path / "whole", split=split)
-    whole, first = contents(tmp_path / "whole"), contents(data)
-    ended = False
-    for changes in range(200):
-        there = tmp_path / f"killed{changes}"
-        shutil.copytree(data, there)
-        with monkeypatch.context() as patch, suppress(Stop):
-            dying(patch, changes)
-            add_lengths(there, split=split)
-            ended = True
-        ds = sl.open(there, split=split)
-        published = bool(ds.manifest.lengths)
-        assert np.array_equal(np.sort(ds[:]["n"]), np.sort(sl.open(data, split=split)[:]["n"]))
-        assert sl.verify(there).ok
-        if ended:
-            break
-        if changes % 2:
-            assert published or abandon(there, split=split) == (changes > 0)
-            assert published or contents(there) == first
-        add_lengths(there, split=split)
-        assert contents(there) == whole
-        shutil.rmtree(there)
-    assert ended
-    assert changes > 15
+    assert kill_at_each_change(partial(add_lengths, split=split), data, split, monkeypatch) > 15
 
 
 def test_a_resumed_addition_reads_no_shard_again_that_is_done(data, monkeypatch):

@@ -25,10 +25,10 @@ from streamloader.format.deleted import write_deleted
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
-    Extension,
     clean_append,
     finish_extension,
     finish_fields,
+    nothing_new,
     plan_extension,
     prepare_shard,
     publish,
@@ -228,8 +228,7 @@ def append(store: Store, base: Manifest, columns: dict[str, Any]) -> Manifest:
 def delete(store: Store, base: Manifest, numbers: list[int]) -> Manifest:
     """Publish the next version, which leaves these of the stored samples out."""
     left = replace(base, deleted=write_deleted(store, base.generation + 1, np.array(numbers)))
-    nothing = Extension(replace(base, fields={}, tables={}, lengths={}), 0)
-    manifest = finish_fields(store, left, nothing, {}, base.provenance)
+    manifest = finish_fields(store, left, nothing_new(base), {}, base.provenance)
     publish(store, base.digest, manifest)
     return manifest
 
