@@ -1,6 +1,7 @@
 """`Mixture.set_weights`: new weights at run time are a phase of the run, as those of a schedule are."""
 
 import json
+import pickle
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -195,8 +196,20 @@ def test_what_cannot_be_set_is_an_error_and_changes_nothing(urls):
         with pytest.raises(errors.MixtureError, match=shown):
             ds.set_weights(weights, at=at)
     assert begun + take(iterator) == take(opened(urls))
+    nested = NumpyMixture({inner: 1}, batch_size=8)
     with pytest.raises(errors.MixtureError, match="nested mixture that has a schedule"):
-        NumpyMixture({inner: 1}, batch_size=8).set_weights({inner: 2})
+        nested.set_weights({inner: 2})
+    with pytest.raises(errors.MixtureError, match="copy of a mixture of mixtures; .*name all sources in one"):
+        pickle.loads(pickle.dumps(nested)).set_weights({inner: 2})
+
+
+def test_an_unpickled_mixture_has_new_weights_as_the_original_has(urls):
+    ds = opened(urls)
+    begun = take(ds, 9)
+    copied = pickle.loads(pickle.dumps(ds))
+    copied.load_state_dict(ds.state_dict())
+    assert copied.set_weights(later(urls)) == 9
+    assert begun + take(copied) == take(planned(urls, 9))
 
 
 def test_weights_are_set_between_two_batches_of_a_process_that_plans(urls):
@@ -211,3 +224,22 @@ def test_weights_are_set_between_two_batches_of_a_process_that_plans(urls):
     next(iter(loader))
     with pytest.raises(errors.UsageError, match="give num_workers= to the dataset"):
         torch.set_weights(later(urls))
+
+
+@pytest.mark.parametrize("how", ["set_epoch", "load_state_dict"])
+def test_workers_that_live_on_never_go_on_with_the_weights_before(urls, how):
+    given: dict[str, Any] = {"cls": Mixture, "steps_per_epoch": None, "schedule": None}
+    options: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
+    ds = opened(urls, **given)
+    loader = DataLoader(ds, persistent_workers=True, **options)
+    take(loader, 2)
+    if how == "set_epoch":
+        ds.set_epoch(2)
+    else:
+        ds.load_state_dict(ds.state_dict(batches=2, workers=1))
+    ds.set_weights(later(urls))
+    expected = opened(urls, **given)
+    expected.load_state_dict(ds.state_dict())
+    with pytest.raises(errors.StateError, match=r"set_weights\(\).*make a new DataLoader"):
+        take(loader)
+    assert take(DataLoader(ds, **options)) == take(expected)

@@ -25,7 +25,7 @@ from streamloader.engine.engine import Engine, Pipeline
 from streamloader.engine.executor import choose_workers
 from streamloader.engine.faults import Fault
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
-from streamloader.errors import MixtureError, PassEndedError, StateError, UsageError
+from streamloader.errors import MixtureError, PassEndedError, StateError, StreamloaderError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.loader import arguments
 from streamloader.loader.arguments import Arguments, Source
@@ -74,6 +74,12 @@ def check_guarded() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         problem = "processes of num_workers= import this script, which iterates a dataset on import"
         raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
+
+
+def raising(error: BaseException) -> Iterator[Any]:
+    """Raise an error where the first item is asked for."""
+    raise error
+    yield
 
 
 Step = tuple[BatchPlan, Mapping[int, Fault]]  # a step that was delivered, with its bad samples by row
@@ -467,7 +473,12 @@ class Loader:
         steps, self._before_change = self._options.steps_per_epoch, 0
         if steps is None:
             at_border = self._own and not self._start.position
-            return self._resume_at_border() if at_border else Pass(self, self._begin_pass())
+            try:
+                return self._resume_at_border() if at_border else Pass(self, self._begin_pass())
+            except StreamloaderError as error:
+                if self._in_worker:  # a persistent worker would end, and torch would not say why
+                    return raising(error)
+                raise
         self._check_no_workers(self._worker[1], self._in_worker)
         self._iteration = self._at
         paused, left = self._paused, steps - self._at.total % steps
@@ -650,6 +661,7 @@ class Loader:
         else:
             now = Cursor(new, at.total, at.loaded and not at.steps)
         self._start, self._iteration, self._at, self._before_change = start, moved, now, before
+        self._publish()
         return now
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -804,7 +816,11 @@ class Loader:
             self._epochs.load(*self._worker, start.epoch)
         else:
             self._epochs.choose(start.epoch)
-            self._epochs.publish((*start.progress, start.pin, *start.order))
+            self._publish()
+
+    def _publish(self) -> None:
+        """Tell persistent workers where the next pass begins."""
+        self._epochs.publish((*self._start.progress, self._start.pin, *self._start.order))
 
     def _begin(self, workers: int) -> RunState:
         """Return where the next pass begins."""
@@ -812,7 +828,7 @@ class Loader:
         if values is not None:  # the parent of a persistent worker set a new start
             *progress, pin, block, lanes, window = values
             if pin not in (0, self._start.pin):
-                problem = "the state has other sources, versions or weights"
+                problem = "a loaded state or set_weights() has sources, versions or weights that this worker lacks"
                 raise StateError(problem, "make a new DataLoader, with new workers")
             now: dict[str, Any] = dict(zip(PROGRESS_NAMES, progress, strict=True))
             self._start = replace(self._start, **now).with_order(block, lanes, window)
