@@ -144,12 +144,15 @@ def read(mixed: NumpyMixture, state: dict[str, Any] | None = None, steps: int | 
     if state is not None:
         mixed.load_state_dict(state)
     for _, batch in zip(range(steps if steps is not None else 10**9), mixed, strict=False):
-        rows = list(zip(batch["source"].tolist(), batch["index"].tolist(), strict=True))
-        for row, (source, number) in enumerate(rows):
+        found.append(rows(batch))
+        for row, (source, number) in enumerate(found[-1]):
             begin, end = batch["tokens_offsets"][row : row + 2]
             assert batch["tokens"][begin:end].tolist() == [number] * length_of(source, number)
-        found.append(rows)
     return found
+
+
+def rows(batch: dict[str, Any]) -> Rows:
+    return list(zip(batch["source"].tolist(), batch["index"].tolist(), strict=True))
 
 
 def spread(batches: list[Rows]) -> float:
@@ -236,6 +239,22 @@ def test_new_weights_hold_after_the_window_that_has_begun(urls):
     planned = read(mixture(urls, stop="last", steps_per_epoch=60, schedule={20: even}), steps=60)
     assert seen + rest == planned
     assert read(mixture(urls, stop="last", steps_per_epoch=60), state, steps=46) == rest
+
+
+@pytest.mark.parametrize(("stop", "remainder"), [("first", "pad"), ("last", "drop")])
+def test_new_weights_in_the_last_window_of_an_epoch_hold_from_its_end_on(stop, remainder, urls):
+    given: dict[str, Any] = {"stop": stop, "remainder": remainder, "batch_size": 32}
+    even = dict(zip(urls, (1, 1), strict=True))
+    count = len(mixture(urls, **given))
+    for before in (count // 10 * 10 + 1, count - 1):  # the last one before an incomplete step
+        changed = mixture(urls, **given)
+        iterator = iter(changed)
+        seen = [rows(next(iterator)) for _ in range(before)]
+        at = changed.set_weights(even)
+        assert at == -(-changed._at.state.num_samples // 32)
+        seen += [rows(batch) for batch in iterator] + read(changed)
+        planned = mixture(urls, schedule={at: even}, **given)
+        assert seen == read(planned) + read(planned)
 
 
 @pytest.mark.parametrize(

@@ -321,11 +321,16 @@ class RunState:
 
     @property
     def earliest_change(self) -> int:
-        """The first position of the run from which a mixture may change: after a window of buckets that has begun."""
+        """The first position of the run from which a mixture may change: after a window of buckets that has begun.
+
+        After the last window of an epoch it is the end of the epoch, since a change before that would move this end.
+        """
         if self.bucket is None:
             return self.run_position
-        begin, end = window_bounds(*self.bucket, self.num_samples, self.position)
-        return self.run_position + (end - self.position if begin < self.position else 0)
+        steps, group = self.bucket
+        end = -(-self.position // (steps * group)) * steps * group  # of the window; between two, the position
+        end = end if end <= self.num_samples // group * group else self.num_samples
+        return self.run_position - self.position + end
 
     @property
     def run_position(self) -> int:
