@@ -196,34 +196,25 @@ def test_what_cannot_be_set_is_an_error_and_changes_nothing(urls):
         with pytest.raises(errors.MixtureError, match=shown):
             ds.set_weights(weights, at=at)
     assert begun + take(iterator) == take(opened(urls))
-    nested = NumpyMixture({inner: 1}, batch_size=8)
     with pytest.raises(errors.MixtureError, match="nested mixture that has a schedule"):
-        nested.set_weights({inner: 2})
-    with pytest.raises(errors.MixtureError, match="copy of a mixture of mixtures; .*name all sources in one"):
-        pickle.loads(pickle.dumps(nested)).set_weights({inner: 2})
+        NumpyMixture({inner: 1}, batch_size=8).set_weights({inner: 2})
 
 
-def test_an_unpickled_mixture_has_new_weights_as_the_original_has(urls):
-    ds = opened(urls)
-    begun = take(ds, 9)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_unpickled_mixture_takes_weights_as_the_original_does(urls, nested):
+    ds = NumpyMixture({opened(urls, schedule=None): 1}, batch_size=24, with_index=True) if nested else opened(urls)
     copied = pickle.loads(pickle.dumps(ds))
-    copied.load_state_dict(ds.state_dict())
-    assert copied.set_weights(later(urls)) == 9
-    assert begun + take(copied) == take(planned(urls, 9))
-
-
-def test_weights_are_set_between_two_batches_of_a_process_that_plans(urls):
-    def set_weights(_: object) -> None:
-        ds.set_weights(later(urls))
-
-    ds = opened(urls, on_batch=set_weights)
-    with pytest.raises(errors.UsageError, match="while a batch is being returned; call it between two"):
-        next(iter(ds))
-    torch = opened(urls, cls=Mixture, steps_per_epoch=None)
-    loader = DataLoader(torch, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    next(iter(loader))
-    with pytest.raises(errors.UsageError, match="give num_workers= to the dataset"):
-        torch.set_weights(later(urls))
+    if nested:
+        with pytest.raises(errors.MixtureError, match="in a copy"):
+            copied.set_weights(dict.fromkeys(ds._keys, 1))
+    both = {}
+    for each, keys in ((ds, ds.sources), (copied, copied.sources if nested else urls)):
+        iterator = iter(each)
+        both[each] = take(iterator, 5)
+        assert each.set_weights(dict(zip(keys, (1, 3), strict=True))) == 5
+        both[each] += take(iterator)
+    assert both[ds] == both[copied]
+    assert nested or both[ds] == take(planned(urls, 5))
 
 
 @pytest.mark.parametrize("how", ["set_epoch", "load_state_dict"])

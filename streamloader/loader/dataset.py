@@ -331,11 +331,12 @@ class NumpyMixture(Loader):
     def set_weights(self, weights: Weights, *, at: int | None = None) -> int:
         """Give the sources other weights from `at` on, which counts what `schedule_by` names. Return `at`.
 
-        `at` counts from the beginning of the run; None is the earliest: after the batches that were returned, and with
-        `bucket_by=` after their window. A source that is not listed has the weight 0. Later weights of the schedule
-        stay. Call it on all ranks after the same batch with the same arguments, otherwise they go on with different
-        orders. The state has the weights from now on, so a run that resumes has them, also before `at`. A running pass
-        goes on by a new plan, and reads what it had prefetched again.
+        The keys are those of `Mixture()`, or all are of `sources`; one that is not listed has the weight 0. `at` counts
+        from the beginning of the run; None is the earliest: after the batches that were returned, and with `bucket_by=`
+        after their window, or their epoch if it is the last window. Later weights of the schedule stay. Call it on all
+        ranks after the same batch with the same arguments, otherwise they go on with different orders. The state has
+        the weights from now on, so a run that resumes has them, also before `at`. A running pass goes on by a new plan,
+        and reads what it had prefetched again.
 
         If a source has no weight at the end that had one, or has one that had none, the current epoch may begin again
         here. Raises `MixtureError` for invalid weights and an `at` before the earliest, which it names; `UsageError`
@@ -343,13 +344,15 @@ class NumpyMixture(Loader):
         """
         from streamloader.order.mixture import whole_weights
 
-        unknown = [key for key in weights if key not in self._keys] if isinstance(weights, Mapping) else [weights]
-        if unknown or not (at is None or is_whole(at, 0)):
+        given = weights if isinstance(weights, Mapping) else (weights,)
+        keys: Sequence[Any] = next((own for own in (self._keys, self._sources) if all(key in own for key in given)), ())
+        if not keys or not (at is None or is_whole(at, 0)):
             problem = f"set_weights({weights!r:.60}, at={at!r:.20})"
-            raise MixtureError(problem, f"give weights of the mixture's own sources, and whole {self._schedule_by}")
-        _, shares = choose_sources({key: weights.get(key, 0) for key in self._keys}, None, self._schedule_by)
+            own = "give weights of the mixture's own sources, by the keys of Mixture() or (in a copy) by its `sources`"
+            raise MixtureError(problem, f"{own}, and whole {self._schedule_by}")
+        _, shares = choose_sources({key: weights.get(key, 0) for key in keys}, None, self._schedule_by)
         if len(shares) > 1:
-            raise MixtureError("set_weights() with a nested mixture that has a schedule", "name all sources in one")
+            raise MixtureError("set_weights() with a nested mixture that has a schedule", "give weights by `sources`")
         ((_, counts),) = self._of_samples(shares, self._datasets)
         chosen = []
 
@@ -378,7 +381,8 @@ class NumpyMixture(Loader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers, without nested mixtures."""
-        return super().__getstate__() | {"_keys": ()}
+        nested = any(isinstance(key, NumpyMixture) for key in self._keys)
+        return super().__getstate__() | {"_keys": () if nested else self._keys}
 
     def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
         """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`.
