@@ -217,7 +217,7 @@ def test_the_command_shows_both_shares_of_each_source_of_a_mixture(sources, caps
     assert [round(part["field_shares"]["tok"], 3) for part in parts] == [0.6, 0.3, 0.1]
     assert parts[0]["share"] > 0.9
     assert "more than that: 3 consumers" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
-    assert "lanes=) to multiples of 3" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
+    assert "begin a run with unit=3, shuffle=Shuffle(lanes=" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
     assert "take parts of the same" in run(capsys, "plan", *arguments, "--world-size", 2, "--no-shuffle")[1]
 
 

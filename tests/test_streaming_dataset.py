@@ -631,3 +631,19 @@ def test_stats_say_what_was_done(url):
     assert min(stats.request_seconds, stats.unpack_seconds, stats.cpu_seconds, stats.cores) > 0
     assert stats.client.startswith("file: ")
     assert "bound" in str(stats)
+
+
+@pytest.mark.parametrize("kind", [StreamingDataset, Mixture])
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_rank_0_alone_warns_that_blocks_are_read_again_with_values_that_end_it(url, kind, lanes, recwarn):
+    def warned(size: int, **options: Any) -> list[str]:
+        recwarn.clear()
+        for rank in range(size):
+            source = url if kind is StreamingDataset else {url: 1}
+            next(iter(kind(source, batch_size=8, fields=["label"], world=(rank, size), **options)))
+        return [str(warning.message) for warning in recwarn]
+
+    (text,) = warned(3, shuffle=Shuffle(lanes=lanes))
+    begun, other = re.search(r"begin a run with (.*), or use (\d+)", text).groups()
+    assert not warned(3, **eval(f"dict({begun})", {"Shuffle": Shuffle}))
+    assert not warned(int(other), shuffle=Shuffle(lanes=lanes))

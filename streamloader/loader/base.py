@@ -523,16 +523,16 @@ class Loader:
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
         left = self._at.steps or int(self._in_worker)
-        first = (rank.rank, number) == (0, 0)
-        for text in (
-            REPEATED_ROUND.format(repeated) if repeated else "",
-            SEVERAL_WORKERS.format(count) if count > 1 else "",
-            share.describe_rereads(fresh=start.position == 0, shuffle=bool(start.lanes)),
-            describe_lanes(rank.size, lanes, start.lanes) if first and start.lanes != lanes else "",
-            self._describe_joins(start) if first else "",
-            REPEATED_EPOCH.format(start.epoch) if first and again and left and again + left > 2 and not steps else "",
-        ):
-            if text:
+        if (rank.rank, number) == (0, 0):  # the others would say the same
+            texts = (
+                REPEATED_ROUND.format(repeated) if repeated else "",
+                SEVERAL_WORKERS.format(count) if count > 1 else "",
+                share.describe_rereads(shuffle=bool(start.lanes)),
+                describe_lanes(rank.size, lanes, start.lanes) if start.lanes != lanes else "",
+                self._describe_joins(start),
+                REPEATED_EPOCH.format(start.epoch) if again and left and again + left > 2 and not steps else "",
+            )
+            for text in filter(None, texts):
                 warnings.warn(text, stacklevel=4)
         loaded = self._at.loaded and not self._at.steps
         self._start = start

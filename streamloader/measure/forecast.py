@@ -401,7 +401,7 @@ def forecast_mixture(
         parts.append(SourceForecast(dataset.store.url, weight, *values, reads[number].requests, reads[number].bytes))
     shuffled = options.shuffle is not False
     in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
-    rereads = in_order or share.describe_rereads(fresh=True, shuffle=shuffled)
+    rereads = in_order or share.describe_rereads(shuffle=shuffled)
     padding = _padding(mixture._datasets, share)
     return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads, padding=padding)
 

@@ -381,14 +381,13 @@ class MixShare(EpochShare):
         units = [phase.unit for phase in self.mix.phases]
         return not any(size % self.world.size for size in units + self._lanes)
 
-    def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
-        """Return a warning if several ranks read a block, else "". `fresh`: turns and lanes can still be chosen."""
+    def describe_rereads(self, *, shuffle: bool) -> str:
+        """Return a warning if several ranks read a block, else ""."""
         if self.divides or not shuffle:
             return ""
-        size, unit = self.world.size, self.mix.phases[-1].unit
-        remedy = f"; set unit= and shuffle=Shuffle(lanes=) to multiples of {size}" if fresh else ""
-        sizes = f"turns of {unit} samples and {sorted(set(self._lanes))} lanes"
-        return f"{size} consumers do not divide {sizes}: blocks are read more than once{remedy}"
+        units, lanes = sorted({phase.unit for phase in self.mix.phases}), sorted(set(self._lanes))
+        problem = f"do not divide turns of {units} samples and {lanes} lanes: blocks are read more than once"
+        return self._describe_rereads(problem, units, lanes)
 
     def rows(self, position: int, steps: int) -> tuple[Ints, Ints, Ints]:
         """Return (source, source position, position in the epoch) of this rank's rows of `steps` steps from `position`.

@@ -122,9 +122,18 @@ class EpochShare:
         """Return the memory of planning. `resident`: every field is, so plans have no blocks."""
         raise NotImplementedError
 
-    def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
-        """Return a warning if blocks are read more than once, else "". `fresh`: the order can still be changed."""
+    def describe_rereads(self, *, shuffle: bool) -> str:
+        """Return a warning if blocks are read more than once, else ""."""
         raise NotImplementedError
+
+    def _describe_rereads(self, problem: str, units: Collection[int], lanes: Collection[int]) -> str:
+        """Return a warning, with the samples of turns and the lanes, or the fewer consumers, that end the problem."""
+        size = self.world.size
+        begun = [f"unit={size}"] if any(unit % size for unit in units) else []
+        if any(each % size for each in lanes):
+            begun.append(f"shuffle=Shuffle(lanes={-(-max(lanes) // size) * size})")
+        other = next(fewer for fewer in range(size, 0, -1) if not any(each % fewer for each in (*units, *lanes)))
+        return f"{size} consumers {problem}; begin a run with {', '.join(begun)}, or use {other}"
 
     def gaps_after(self, position: int) -> Iterator[Gap]:
         """Yield the gaps of the epoch that end after a position."""
@@ -329,15 +338,14 @@ class Share(EpochShare):
             return steps - (self.positions(position + (steps - 1) * self.global_batch).size == 0)
         return steps
 
-    def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
-        """Return a warning if blocks are read more than once, else "". `fresh`: the lanes can still be chosen."""
-        size, lanes = self.world.size, self.order.lanes
+    def describe_rereads(self, *, shuffle: bool) -> str:
+        """Return a warning if blocks are read more than once, else ""."""
+        lanes = self.order.lanes
         if self.divides or not shuffle or (lanes == 1 and self.global_steps(0) < 2):
             return ""
-        rereads = f"lanes: blocks are read about {self.read_factor:.1f} times"
-        if not fresh or size <= lanes:
-            return f"{size} consumers do not divide {lanes} {rereads}"
-        return f"{size} consumers share {lanes} {rereads}; set shuffle=Shuffle(lanes={-(-lanes // size) * size})"
+        verb = "do not divide" if self.world.size <= lanes else "share"
+        problem = f"{verb} {lanes} lanes: blocks are read about {self.read_factor:.1f} times"
+        return self._describe_rereads(problem, (), [lanes])
 
     def positions(self, position: int) -> Ints:
         """Return the positions of this rank's rows in the step that starts at `position`; shape (rows,).
