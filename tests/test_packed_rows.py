@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from test_bad_samples import damage
 import streamloader as sl
 from streamloader import errors
 from streamloader.cli.measure import parse_packs
+from streamloader.engine.packing import row_items
 from streamloader.loader.dataset import NumpyMixture as Mixture
 from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
+from streamloader.order.packing import Packed
 
 N, LENGTH, PAD = 700, 64, -1
 LAYOUT = sl.Layout(chunk_size=1 << 10, block_size=1 << 12, samples_per_shard=64)
@@ -57,7 +60,7 @@ def rows_of(batch: Mapping[str, Any], length: int = LENGTH, first: int = 0) -> l
     tokens, documents = batch["tokens"], batch["tokens_documents"]
     count = len(tokens)
     assert tokens.shape == documents.shape == batch["tokens_positions"].shape == (count, length)
-    assert (tokens.dtype, documents.dtype, batch["tokens_positions"].dtype) == (np.int32, np.int64, np.int32)
+    assert (tokens.dtype, documents.dtype, batch["tokens_positions"].dtype) == (np.int32, np.int32, np.int32)
     cu, flat = batch["tokens_cu_seqlens"], {name: batch[name].ravel() for name in batch if batch[name].ndim == 2}
     assert cu.dtype == np.int32
     assert cu[0] == 0
@@ -183,7 +186,7 @@ def test_selected_and_remaining_documents_are_packed(corpus, tmp_path):
     found = []
     left = [d for d in range(N) if d not in gone]
     for batch in stream(url):
-        documents = np.array([*left, -1])[batch["tokens_documents"]]
+        documents = np.array([*left, -1], np.int32)[batch["tokens_documents"]]
         found += [item for row in rows_of({**batch, "tokens_documents": documents}) for item in row]
     assert {*found} == {(d, start) for d in left for start in range(0, length_of(d), LENGTH)}
 
@@ -225,6 +228,13 @@ def test_a_mixture_packs_each_source_by_itself_and_follows_its_schedule(tmp_path
     assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [sorted(rows) for rows in whole]
     after = [steps(4, states[0], world=(rank, 2)) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*after, strict=True)] == [sorted(rows) for rows in steps(8, states[0])]
+
+
+@pytest.mark.parametrize(("documents", "dtype"), [(2**31, "int32"), (2**31 + 1, "int64")])
+def test_numbers_of_documents_have_32_bits_unless_a_dataset_has_more_documents(documents, dtype):
+    packed = Packed([np.ones(9, np.uint8)], 4)
+    sizes = [SimpleNamespace(num_remaining=count) for count in (9, documents)]
+    assert row_items([SimpleNamespace(packed=packed, manifest=size, num_samples=3) for size in sizes])[1:] == (5, dtype)
 
 
 def test_weights_by_tokens_count_those_of_rows_without_padding(tmp_path):

@@ -48,17 +48,27 @@ def size_of(case: reference.Packing, document: int, piece: int) -> int:
     return min(case.length, case.lengths[document] - piece * case.length)
 
 
+FUNCTIONS = ("pack", "find", "locate", "place")
+
+
 @pytest.fixture(scope="module")
-def native(tmp_path_factory):
-    """The function `pack` of the extension as it is here now."""
-    return compiled("streamloader.order._packing", tmp_path_factory.mktemp("extension")).pack
+def extension(tmp_path_factory):
+    """The extension as it is here now."""
+    return compiled("streamloader.order._packing", tmp_path_factory.mktemp("extension"))
+
+
+@pytest.fixture(scope="module")
+def native(extension):
+    """Its function `pack`."""
+    return extension.pack
 
 
 @pytest.fixture(params=["python", pytest.param("native", marks=needs_compiler)])
 def either(request, monkeypatch):
-    """Each implementation takes the place of `pack`."""
-    found = packing._pack if request.param == "python" else request.getfixturevalue("native")
-    monkeypatch.setattr(packing, "pack", found)
+    """Each implementation takes the place of the functions."""
+    extension = None if request.param == "python" else request.getfixturevalue("extension")
+    for name in FUNCTIONS:
+        monkeypatch.setattr(packing, name, getattr(extension or packing, name if extension else f"_{name}"))
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
@@ -89,6 +99,84 @@ def test_both_implementations_pack_the_same_rows(native, seed, length):
     most = rng.integers(1, length, endpoint=True)
     rests = rng.integers(0, most, edges[-1], endpoint=True).astype(np.uint32)
     assert plan_of(native, rests, edges, length) == plan_of(packing._pack, rests, edges, length)
+
+
+def both(extension, name, *given):
+    """The result of a function and what it wrote, the same of both implementations; or that it raises."""
+    found = []
+    for function in (getattr(extension, name), getattr(packing, f"_{name}")):
+        arrays = [np.full_like(array, 7) for array in given[-1]] if isinstance(given[-1], tuple) else given[-1].copy()
+        try:
+            result = function(*given[:-1], arrays)
+        except ValueError as error:
+            result, arrays = str(error), []
+        found.append((result, [array.tolist() for array in arrays]))
+    assert found[0] == found[1]
+    return found[0]
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(packings(), st.data())
+def test_both_implementations_find_the_same_items(extension, case, data):
+    found = packed(case)
+    tables = found._rows, found._groups, found._full, found._items, found._ends
+    last = len(found) - 1
+    rows = np.array(data.draw(st.lists(st.integers(0, last), max_size=400)), np.int64)
+    edges, none = np.zeros(rows.size + 1, np.int64), np.zeros(0, np.int64)
+    count, _ = both(extension, "find", rows, tables, (edges, none, none))
+    room = np.zeros(count, np.int64)
+    assert both(extension, "find", rows, tables, (edges, room, room))[0] == count
+    for beyond in (-1, last + 1):
+        result, _ = both(extension, "find", np.append(rows, beyond), tables, (np.append(edges, 0), none, none))
+        assert "do not match" in result
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([10, 60, 2**50]))
+def test_both_implementations_find_documents_in_their_slots(extension, seed, block, most):
+    rng = np.random.default_rng(seed)
+    slots = [np.unique(rng.integers(0, most, rng.integers(1, block, endpoint=True))) for _ in range(4)]
+    known = np.full(4 * block, 2**63 - 1)
+    for number, documents in enumerate(slots):
+        known[number * block :][: documents.size] = documents
+    counts, of_row = rng.integers(0, 5, 9), rng.integers(0, 4, 9)
+    documents = [rng.choice(slots[slot], count) for slot, count in zip(of_row, counts, strict=True)]
+    edges, documents = np.append(0, np.cumsum(counts)), np.concatenate(documents)
+    out = np.zeros(documents.size, np.int64)
+    for function in (extension.locate, packing._locate):
+        assert function(known, block, (of_row * block, edges, documents), out) == -1
+        assert known[out].tolist() == documents.tolist()
+        assert np.array_equal(out // block, np.repeat(of_row, counts))
+        if documents.size:
+            missing = documents.copy()
+            missing[documents.size // 2] = most
+            assert function(known, block, (of_row * block, edges, missing), out) == documents.size // 2
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 4), st.sampled_from(["int32", "int64", None]))
+def test_both_implementations_place_the_same_items(extension, seed, length, step_rows, numbers):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 6, 7)
+    edges, total = np.append(0, np.cumsum(counts)), counts.sum()
+    documents = rng.integers(0, 2**31 if numbers == "int32" else 2**40, total)
+    pieces, lengths = rng.integers(0, 3, total), rng.integers(0, rng.integers(1, 3 * length), total)
+    column = (7, length) if numbers else (0, 0)
+    items = edges, documents, pieces, lengths
+    out = np.zeros(total, np.int64), np.zeros(total, np.int64), np.zeros(column, numbers), np.zeros(column, np.int32)
+    cu_seqlens = np.zeros((-(-7 // step_rows), step_rows * (counts.max() + 1) + 1), np.int32)
+    results = []
+    for place in (extension.place, packing._place):
+        for array in (*out, cu_seqlens):
+            array[:] = 7
+        results.append(
+            (place(items, length, step_rows, (*out, cu_seqlens)), *map(np.ndarray.tolist, (*out, cu_seqlens)))
+        )
+    assert results[0][0] == results[1][0]
+    assert results[0][0] < 0 or results[0] == results[1]
 
 
 @needs_compiler

@@ -32,7 +32,7 @@ from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import KEY_BYTES, Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
-from streamloader.engine.packing import ELEMENT_BYTES, items_of, most_segments
+from streamloader.engine.packing import ELEMENT_BYTES, row_items
 from streamloader.engine.residence import ITEM_BYTES, Chunks, Rows
 from streamloader.engine.stages import Batch, LoaderConfig, Stages
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassEndedError, StreamloaderError, wrapped
@@ -181,7 +181,7 @@ class Engine:
         options: dict[str, Any] = {
             "packs": {**self._config.packs, **self._config.pads},
             "tolerant": self._config.tolerant,
-            "rows": (items_of(self.datasets), most_segments(self.datasets)) if self._config.rows else None,
+            "rows": row_items(self.datasets) if self._config.rows else None,
         }
         return Memory(readers, self._slot_rows(share), budget, self.counters, self.executor.arena, **options)
 

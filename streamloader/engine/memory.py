@@ -20,15 +20,15 @@ from streamloader.engine.residence import LARGE_ROW, Chunks, Rows
 from streamloader.errors import EngineError
 from streamloader.format.reader import FieldReader
 from streamloader.options import Pack, Pad
+from streamloader.order.packing import locate
 from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 from streamloader.stats import Counters
 from streamloader.storage.buffers import Allocate
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
 
-# The number of a document in the key by which its slot row is found.
-DOCUMENT_BITS = 40
+# The number of the document in a slot row.
 KEY_BYTES = 8
-LAST_DOCUMENT = (1 << DOCUMENT_BITS) - 1
+NO_DOCUMENT = (1 << 63) - 1  # after all others
 NO_PACKS: Mapping[str, Pack | Pad] = {}
 Residence = Rows | Chunks | Regions
 
@@ -48,8 +48,8 @@ class Memory:
     from them. `buffers`: of batches. `tolerant`: samples that cannot be read are marked, and do not end the pass. The
     next pass reuses it, with the blocks that are kept and pages that have been touched.
 
-    Slots of packed rows hold documents: `block` is then the most that a block of rows needs. `rows`: their items, and
-    the most segments of one, see `packing.py`.
+    Slots of packed rows hold documents: `block` is then the most that a block of rows needs. `rows`: their items, the
+    most segments of one, and the dtype of the numbers of documents, see `packing.py`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Memory:
         *,
         packs: Mapping[str, Pack | Pad] = NO_PACKS,
         tolerant: bool = False,
-        rows: tuple[FindItems, int] | None = None,
+        rows: tuple[FindItems, int, str] | None = None,
     ) -> None:
         self.tolerant, self.rows = tolerant, rows
         self.block, self.budget, self.counters = block, budget, counters
@@ -90,12 +90,8 @@ class Memory:
         self._kept_arrays = {name: each for name, each in kept if isinstance(each, Regions)}
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         self._documents: dict[int, Ints] = {}  # of packed rows, by ticket, until they have a slot
-        lengths = [pack.length for pack in packs.values() if isinstance(pack, Pack)]
-        self.numbers = arena.array((max(lengths, default=1),), "int32")  # the positions of a packed row
-        self.numbers[:] = np.arange(len(self.numbers))
-        # the number of the slot and that of the document in each slot row: they ascend, also from slot to slot
-        self._keys = np.zeros(slots * block if rows is not None else 0, np.int64)
-        self._keys[:] = np.arange(len(self._keys)) // block << DOCUMENT_BITS | LAST_DOCUMENT
+        # of packed rows, the document in each slot row: they ascend within a slot
+        self._in_slots = np.full(slots * block if rows is not None else 0, NO_DOCUMENT)
         self._slots: dict[int, int] = {}  # by ticket
         self._refs: dict[int, BlockRef] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the block of each ticket, modulo the length of this array
@@ -160,9 +156,8 @@ class Memory:
                 slot = self._free.pop()  # the one released last: its pages have been touched
                 self._assign(ticket, slot)
                 if (documents := self._documents.pop(ticket, None)) is not None:
-                    keys = self._keys[slot * self.block : (slot + 1) * self.block]
-                    keys[:] = slot << DOCUMENT_BITS | LAST_DOCUMENT
-                    keys[: len(documents)] -= LAST_DOCUMENT - documents
+                    first, end = slot * self.block, slot * self.block + len(documents)
+                    self._in_slots[first:end], self._in_slots[end : first + self.block] = documents, NO_DOCUMENT
             return slot
 
     def _assign(self, ticket: int, slot: int, row: int = 0) -> None:
@@ -231,12 +226,13 @@ class Memory:
         with self._lock:
             self._documents[ticket] = documents
 
-    def locate_documents(self, tickets: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slot row of each document of the blocks of packed rows with these tickets."""
-        keys = self.locate(tickets, 0) // self.block << DOCUMENT_BITS | documents
-        slot_rows = np.searchsorted(self._keys, keys)
-        if not np.array_equal(self._keys[np.minimum(slot_rows, len(self._keys) - 1)], keys):
-            problem = f"a document of blocks {sorted({*tickets.tolist()})[:3]} of packed rows is not in its slot"
+    def locate_documents(self, tickets: Ints, edges: Ints, documents: Ints) -> Ints:
+        """Return the slot row of each document: those of packed row i, whose block has a ticket, are edges[i:i + 2]."""
+        slot_rows = np.empty_like(documents)
+        firsts = self.locate(tickets, 0) // self.block * self.block
+        missing = locate(self._in_slots, self.block, (firsts, edges, documents), slot_rows)
+        if missing >= 0:
+            problem = f"document {documents[missing]} of packed rows is not in the slot of its block"
             raise EngineError(problem, "report this with the dataset's manifest")
         return slot_rows
 

@@ -38,7 +38,7 @@ from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_s
 from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import Memory, Residence
 from streamloader.engine.messages import Callback, all_bytes
-from streamloader.engine.packing import FindItems, gather_rows, rows_of_items
+from streamloader.engine.packing import FindItems, gather_rows
 from streamloader.engine.residence import Chunks, Rows
 from streamloader.engine.transform import (
     Labels,
@@ -386,7 +386,7 @@ class Stages:
         name = ""
         try:
             if self._blocks.rows is not None:
-                self._copy(batch, self._gather_rows(batch, *self._blocks.rows), plan.rows)
+                self._copy(batch, self._gather_rows(batch, self._blocks.rows), plan.rows)
                 return
             slot_rows = self._blocks.locate(plan.tickets, plan.rows) if self._blocks.residences else plan.rows
             if self._config.tolerant:
@@ -418,22 +418,23 @@ class Stages:
         """Return the resident fields, with the row of each sample of a plan."""
         return [(rows, numbers(plan.samples)) for rows, numbers in self._resident.values()]
 
-    def _gather_rows(self, batch: Batch, find: FindItems, segments: int) -> Sequence[Copy]:
+    def _gather_rows(self, batch: Batch, rows: tuple[FindItems, int, str]) -> Sequence[Copy]:
         """Put the columns of packed rows into the batch; return what must be copied to them.
 
         A bad document is left out of its row, in "replace" the row of another sample takes the place of the whole.
         """
         chunks = {field.name: field for field in self._gathered if isinstance(field, Chunks)}
         fields = {chunks[name]: pack for name, pack in self._config.rows.items()}
-        given: dict[str, Any] = {"segments": segments, "buffers": self._buffers, "numbers": self._blocks.numbers}
+        find, segments, numbers = rows
+        given: dict[str, Any] = {"segments": segments, "buffers": self._buffers, "numbers": numbers}
         while True:
             plan = batch.plan
             documents, _, edges = items = find(plan.samples)
-            row = rows_of_items(edges)
-            slot_rows = self._blocks.locate_documents(plan.tickets[row], documents)
+            slot_rows = self._blocks.locate_documents(plan.tickets, edges, documents)
             bad = _bad_items([*fields], slot_rows) if self._config.tolerant else {}
             for item, (name, error) in bad.items():
-                batch.faults.setdefault(int(row[item]), (int(plan.samples[row[item]]), name, error))
+                row = int(edges.searchsorted(item, side="right")) - 1
+                batch.faults.setdefault(row, (int(plan.samples[row]), name, error))
             if bad and self._config.on_error == "replace" and not batch.masked:
                 self._replace_rows(batch)
                 continue
@@ -445,8 +446,7 @@ class Stages:
                 if not sum(self._mark_invalid(each, slot_rows, plan) for each in fields):
                     raise
         batch.columns |= columns
-        rows = columns[next(iter(fields)).name]
-        self._counters.add(elements=rows.size, padding_elements=padding)
+        self._counters.add(elements=columns[next(iter(fields)).name].size, padding_elements=padding)
         return copies
 
     def _replace_rows(self, batch: Batch) -> None:

@@ -1,6 +1,7 @@
-/* Packs the remainders of documents into rows by best fit, without the interpreter's lock.
+/* Packs the remainders of documents into rows by best fit, and finds and places the items of rows, without the
+   interpreter's lock and without Python for each item.
 
-   `packing.py` states the rule; `_pack` there is the same function in Python. */
+   `packing.py` states the rules; `_pack`, `_find`, `_locate` and `_place` there are the same functions in Python. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -13,6 +14,10 @@
 #define MAX_LENGTH (1 << 30)
 #define NONE UINT32_MAX
 #define LEVELS 6 /* 64**6 is more than MAX_LENGTH */
+/* A thread that gives the lock away may wait 5 ms to get it back, so what takes less than about 20 us keeps it. */
+#define FEW_ROWS 256
+#define FEW_ITEMS 512
+#define FEW_ELEMENTS (1 << 14)
 
 /* The index of the lowest bit of a word that is not 0. */
 static inline uint32_t
@@ -201,6 +206,20 @@ allocate(Packer *packer, uint32_t length, uint32_t most)
     return 1;
 }
 
+static void
+release(Py_buffer *buffers, int count)
+{
+    while (count)
+        PyBuffer_Release(&buffers[--count]);
+}
+
+static PyObject *
+no_match(void)
+{
+    PyErr_SetString(PyExc_ValueError, "arrays and numbers do not match");
+    return NULL;
+}
+
 typedef struct {
     Py_buffer rests, edges, items, counts, rows;
 } Arrays;
@@ -275,8 +294,257 @@ pack(PyObject *Py_UNUSED(module), PyObject *args)
     return most ? PyLong_FromLongLong(total) : NULL;
 }
 
+/* The first index in [low, high) of a value that is not less than `value`, or `high`. Values ascend. */
+static int64_t
+first_of(const uint16_t *values, int64_t low, int64_t high, uint32_t value)
+{
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (values[middle] < value)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* What `Packed` has of its rows: `bounds` are the rows before each group and of all, `sums` the documents, the full
+   pieces, the items and the other rows before each group, each with one more for all groups. */
+typedef struct {
+    const int64_t *bounds, *sums;
+    const uint16_t *full, *items;
+    const uint32_t *ends;
+    int64_t groups, full_count, item_count, row_count;
+} Tables;
+
+/* Where the items of a row are: of a full piece `place` among these, of another row its `count` items from `start` on.
+   Return 0 for a row that the tables lack. */
+typedef struct {
+    int64_t group, place, start, count;
+} Row;
+
+static int
+find_row(const Tables *tables, int64_t row, Row *found)
+{
+    const int64_t groups = tables->groups, *full = tables->sums + groups + 1, *items = full + groups + 1;
+    int64_t low = 0, high = groups;
+    if (row < 0 || row >= tables->bounds[groups])
+        return 0;
+    while (high - low > 1) { /* the last group that does not begin after the row */
+        int64_t middle = low + (high - low) / 2;
+        if (tables->bounds[middle] <= row)
+            low = middle;
+        else
+            high = middle;
+    }
+    *found = (Row){low, full[low] + row - tables->bounds[low], 0, 1};
+    if (found->place < full[low + 1])
+        return found->place >= 0 && found->place < tables->full_count;
+    const int64_t other = row - full[low + 1];
+    if (other < 0 || other >= tables->row_count)
+        return 0;
+    found->start = items[low] + (uint32_t)(tables->ends[other] - (uint32_t)items[low]);
+    found->count = (uint32_t)(tables->ends[other + 1] - tables->ends[other]);
+    return found->start >= 0 && found->start + found->count <= tables->item_count;
+}
+
+/* Return the number of items of some rows, which are written as far as there is `room`; -1 for an unknown row. */
+static int64_t
+find_items(const Tables *tables, const int64_t *rows, int64_t count, int64_t *edges, int64_t *documents,
+           int64_t *pieces, int64_t room)
+{
+    const int64_t *full_before = tables->sums + tables->groups + 1;
+    int64_t total = edges[0] = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Row row;
+        if (!find_row(tables, rows[i], &row))
+            return -1;
+        const int64_t begin = full_before[row.group], end = full_before[row.group + 1];
+        const int whole = row.place < end;
+        for (int64_t item = 0; item < row.count && total + item < room; item++) {
+            uint32_t document = whole ? tables->full[row.place] : tables->items[row.start + item];
+            int64_t first = first_of(tables->full, begin, end, document);
+            documents[total + item] = tables->sums[row.group] + document;
+            /* a piece has the number of the pieces of its document before it, all of which are full */
+            pieces[total + item] = (whole ? row.place : first_of(tables->full, first, end, document + 1)) - first;
+        }
+        edges[i + 1] = total += row.count;
+    }
+    return total;
+}
+
+static PyObject *
+find(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    enum { ROWS, BOUNDS, SUMS, FULL, ITEMS, ENDS, EDGES, DOCUMENTS, PIECES, COUNT };
+    Py_buffer of[COUNT];
+    if (!PyArg_ParseTuple(args, "y*(y*y*y*y*y*)(w*w*w*)", &of[ROWS], &of[BOUNDS], &of[SUMS], &of[FULL], &of[ITEMS],
+                          &of[ENDS], &of[EDGES], &of[DOCUMENTS], &of[PIECES]))
+        return NULL;
+    const int64_t count = of[ROWS].len / 8, groups = of[BOUNDS].len / 8 - 1, room = of[DOCUMENTS].len / 8;
+    const Tables tables = {of[BOUNDS].buf, of[SUMS].buf,     of[FULL].buf,      of[ITEMS].buf,       of[ENDS].buf,
+                           groups,         of[FULL].len / 2, of[ITEMS].len / 2, of[ENDS].len / 4 - 1};
+    int64_t total = -1;
+    if (groups > 0 && of[SUMS].len / 8 >= 4 * (groups + 1) && of[EDGES].len / 8 > count &&
+        of[PIECES].len >= of[DOCUMENTS].len) {
+        PyThreadState *released = count < FEW_ROWS ? NULL : PyEval_SaveThread();
+        total = find_items(&tables, of[ROWS].buf, count, of[EDGES].buf, of[DOCUMENTS].buf, of[PIECES].buf, room);
+        if (released)
+            PyEval_RestoreThread(released);
+    }
+    release(of, COUNT);
+    return total < 0 ? no_match() : PyLong_FromLongLong(total);
+}
+
+/* Write where the document of each item is in the slot of its row, which has `block` ascending documents from
+   `firsts` on. Return -1, or the first item whose document is not there, or `items` + 1 for arrays that do not match. */
+static int64_t
+locate_items(const int64_t *known, int64_t known_count, int64_t block, const int64_t *firsts, const int64_t *edges,
+             int64_t rows, const int64_t *documents, int64_t items, int64_t *out)
+{
+    for (int64_t row = 0; row < rows; row++) {
+        if (firsts[row] < 0 || firsts[row] > known_count - block || edges[row] < 0 || edges[row + 1] > items)
+            return items + 1;
+        for (int64_t item = edges[row]; item < edges[row + 1]; item++) {
+            const int64_t *base = known + firsts[row], document = documents[item];
+            for (int64_t left = block; left > 1; left -= left / 2) /* without branches, which would be mispredicted */
+                base += base[left / 2 - 1] < document ? left / 2 : 0;
+            if (*base != document)
+                return item;
+            out[item] = base - known;
+        }
+    }
+    return -1;
+}
+
+static PyObject *
+locate(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    enum { KNOWN, FIRSTS, EDGES, DOCUMENTS, OUT, COUNT };
+    Py_buffer of[COUNT];
+    Py_ssize_t block;
+    if (!PyArg_ParseTuple(args, "y*n(y*y*y*)w*", &of[KNOWN], &block, &of[FIRSTS], &of[EDGES], &of[DOCUMENTS], &of[OUT]))
+        return NULL;
+    const int64_t known = of[KNOWN].len / 8, rows = of[FIRSTS].len / 8, items = of[DOCUMENTS].len / 8;
+    int64_t missing = items + 1;
+    if (block > 0 && of[EDGES].len / 8 > rows && of[OUT].len / 8 >= items) {
+        PyThreadState *released = items < FEW_ITEMS ? NULL : PyEval_SaveThread();
+        missing = locate_items(of[KNOWN].buf, known, block, of[FIRSTS].buf, of[EDGES].buf, rows, of[DOCUMENTS].buf,
+                               items, of[OUT].buf);
+        if (released)
+            PyEval_RestoreThread(released);
+    }
+    release(of, COUNT);
+    return missing > items ? no_match() : PyLong_FromLongLong(missing);
+}
+
+/* The columns of rows. Those beside the tokens are written only if there is memory for them. */
+typedef struct {
+    int64_t rows, step_rows, length, segments; /* `segments`: of a step, with the end */
+    int64_t *sizes, *at;
+    void *numbers; /* of documents: int32, or int64 if `wide` */
+    int32_t *positions, *cu_seqlens;
+    int wide;
+} Columns;
+
+/* Write the columns of a segment of `size` elements from `at` on: an item, or padding, whose document is -1. */
+static void
+write_segment(const Columns *columns, int64_t at, int64_t size, int64_t document)
+{
+    if (columns->numbers && columns->wide) {
+        int64_t *out = (int64_t *)columns->numbers + at;
+        for (int64_t i = 0; i < size; i++)
+            out[i] = document;
+    } else if (columns->numbers) {
+        int32_t *out = (int32_t *)columns->numbers + at;
+        for (int64_t i = 0; i < size; i++)
+            out[i] = (int32_t)document;
+    }
+    if (columns->positions) {
+        int32_t *out = columns->positions + at, step = document >= 0;
+        for (int64_t i = 0; i < size; i++)
+            out[i] = (int32_t)i * step;
+    }
+}
+
+/* Place items in their rows. Return the elements of padding, or -1 minus the first row that is too long, or INT64_MIN
+   for arrays that do not match. */
+static int64_t
+place_items(const Columns *columns, const int64_t *edges, const int64_t *documents, const int64_t *pieces,
+            const int64_t *lengths, int64_t items)
+{
+    const int64_t length = columns->length;
+    int64_t padding = 0, segment = 0;
+    for (int64_t row = 0; row < columns->rows; row++) {
+        int64_t at = row * length, end = at + length, in_step = row % columns->step_rows;
+        int32_t *cu_seqlens = columns->cu_seqlens + row / columns->step_rows * columns->segments;
+        segment = in_step ? segment : 0;
+        if (edges[row] < 0 || edges[row] > edges[row + 1] || edges[row + 1] > items ||
+            segment + edges[row + 1] - edges[row] + 1 >= columns->segments)
+            return INT64_MIN;
+        for (int64_t item = edges[row]; item <= edges[row + 1]; item++) {
+            const int gap = item == edges[row + 1];
+            int64_t size = end - at;
+            if (!gap) {
+                const int64_t left = lengths[item] - pieces[item] * length;
+                columns->at[item] = at;
+                columns->sizes[item] = size = left < 0 ? 0 : left < length ? left : length;
+            }
+            if (size > end - at)
+                return -1 - row;
+            if (size)
+                cu_seqlens[segment++] = (int32_t)(at - (row - in_step) * length);
+            write_segment(columns, at, size, gap ? -1 : documents[item]);
+            padding += gap ? size : 0;
+            at += size;
+        }
+        if (in_step + 1 == columns->step_rows || row + 1 == columns->rows)
+            while (segment < columns->segments)
+                cu_seqlens[segment++] = (int32_t)((in_step + 1) * length);
+    }
+    return padding;
+}
+
+static PyObject *
+place(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    enum { EDGES, DOCUMENTS, PIECES, LENGTHS, SIZES, AT, NUMBERS, POSITIONS, CU_SEQLENS, COUNT };
+    Py_buffer of[COUNT];
+    Py_ssize_t length, step_rows;
+    if (!PyArg_ParseTuple(args, "(y*y*y*y*)nn(w*w*w*w*w*)", &of[EDGES], &of[DOCUMENTS], &of[PIECES], &of[LENGTHS],
+                          &length, &step_rows, &of[SIZES], &of[AT], &of[NUMBERS], &of[POSITIONS], &of[CU_SEQLENS]))
+        return NULL;
+    const int64_t rows = of[EDGES].len / 8 - 1, items = of[DOCUMENTS].len / 8;
+    int64_t padding = INT64_MIN;
+    if (rows >= 0 && length > 0 && length <= MAX_LENGTH && step_rows > 0 && step_rows <= INT32_MAX / length &&
+        of[PIECES].len / 8 >= items && of[LENGTHS].len / 8 >= items && of[SIZES].len / 8 >= items &&
+        of[AT].len / 8 >= items && (!of[NUMBERS].len || of[NUMBERS].len / 4 >= rows * length) &&
+        (!of[POSITIONS].len || of[POSITIONS].len / 4 >= rows * length)) {
+        const int64_t steps = (rows + step_rows - 1) / step_rows;
+        const Columns columns = {rows,
+                                 step_rows,
+                                 length,
+                                 steps ? of[CU_SEQLENS].len / 4 / steps : 0,
+                                 of[SIZES].buf,
+                                 of[AT].buf,
+                                 of[NUMBERS].len ? of[NUMBERS].buf : NULL,
+                                 of[POSITIONS].len ? of[POSITIONS].buf : NULL,
+                                 of[CU_SEQLENS].buf,
+                                 of[NUMBERS].len / 8 >= rows * length};
+        PyThreadState *released = rows * length < FEW_ELEMENTS ? NULL : PyEval_SaveThread();
+        padding = place_items(&columns, of[EDGES].buf, of[DOCUMENTS].buf, of[PIECES].buf, of[LENGTHS].buf, items);
+        if (released)
+            PyEval_RestoreThread(released);
+    }
+    release(of, COUNT);
+    return padding == INT64_MIN ? no_match() : PyLong_FromLongLong(padding);
+}
+
 static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(rests, edges, length, out): see packing.py"},
+    {"find", find, METH_VARARGS, "find(rows, tables, out): see packing.py"},
+    {"locate", locate, METH_VARARGS, "locate(known, block, items, out): see packing.py"},
+    {"place", place, METH_VARARGS, "place(items, length, step_rows, out): see packing.py"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,8 +4,9 @@ It implements rule 13 of section 8 of SPEC.md. Documents are packed in groups of
 documents. A document that is longer than a row is cut into full rows and a remainder. The remainders of a group go, by
 decreasing size, into the row with the least free space that is enough (best-fit decreasing).
 
-The C extension `_packing.c` packs remainders without the GIL. Where it was not compiled, `_pack` does the same, 50
-times as slow, and tests compare the two.
+The C extension `_packing.c` packs remainders, and finds and places items, without the GIL and without Python for each
+item. Where it was not compiled, the functions at the end do the same, `_pack` 50 times as slow, and tests compare the
+two.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from streamloader.samples import distinct
 
 if TYPE_CHECKING:
     from streamloader.samples import AllBut
+
+__all__ = ["Packed", "find", "locate", "pack", "place"]
 
 Ints = NDArray[np.int64]
 Sizes = NDArray[np.uint32]
@@ -114,18 +117,16 @@ class Packed:
         `documents` has their numbers among all samples of the dataset, ascending within a row. Piece k of a document
         has its elements from k * length on, up to (k + 1) * length or its end.
         """
-        groups, inside, edges, places = self._find(rows)
-        begin, end = self._groups[1][groups], self._groups[1][groups + 1]
-        # a piece has the number of the pieces of its document before it, all of which are full
-        first = _search(self._full, begin, end, inside)
-        mixed = np.flatnonzero(places >= end)
-        places[mixed] = _search(self._full, first[mixed], end[mixed], inside[mixed] + 1)
-        return self._numbers(groups, inside), places - first, edges
+        rows, edges = np.ascontiguousarray(rows, np.int64), np.empty(len(rows) + 1, np.int64)
+        tables = self._rows, self._groups, self._full, self._items, self._ends
+        none = np.empty(0, np.int64)
+        documents, pieces = np.empty((2, find(rows, tables, (edges, none, none))), np.int64)
+        find(rows, tables, (edges, documents, pieces))
+        return documents if self.packed_from is None else self.packed_from[documents], pieces, edges
 
     def documents(self, start: int, stop: int) -> Ints:
         """Return the documents of the rows [start, stop) among all samples of the dataset, ascending and distinct."""
-        groups, inside, _, _ = self._find(np.arange(start, stop))
-        return distinct(self._numbers(groups, inside))
+        return distinct(self.items(np.arange(start, stop))[0])
 
     def most_items(self, block: int) -> int:
         """Return the most items that rows [k * block, (k + 1) * block) have, over all k. No fewer than documents."""
@@ -136,45 +137,6 @@ class Packed:
         full = np.minimum(self._groups[1][groups] + rows - self._rows[groups], self._groups[1][groups + 1])
         before = self._groups[2][groups]
         return int(np.diff(full + before + (self._ends[rows - full] - before.astype(np.uint32))).max())
-
-    def _find(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return of each item of some rows its group, its document in the group, and its row among the full pieces.
-
-        The last is at least the number of full pieces up to the end of the group if the row is not a full piece. The
-        third of the four is `edges`, as of `items`.
-        """
-        groups = np.searchsorted(self._rows, rows, side="right") - 1
-        places = rows - self._rows[groups] + self._groups[1][groups]
-        others = np.flatnonzero(places >= self._groups[1][groups + 1])
-        number = (rows - self._groups[1][groups + 1])[others]  # among the rows that are not full pieces
-        counts = np.ones(rows.size, np.int64)
-        counts[others] = self._ends[number + 1] - self._ends[number]
-        edges = np.concatenate([[0], np.cumsum(counts)])
-        before = self._groups[2][groups[others]]
-        start = before + (self._ends[number] - before.astype(np.uint32))
-        inside = np.empty(edges[-1], np.int64)
-        full = np.flatnonzero(places < self._groups[1][groups + 1])
-        inside[edges[full]] = self._full[places[full]]
-        ragged = np.arange(counts[others].sum()) - np.repeat(np.cumsum(counts[others]) - counts[others], counts[others])
-        inside[np.repeat(edges[others], counts[others]) + ragged] = self._items[
-            np.repeat(start, counts[others]) + ragged
-        ]
-        return np.repeat(groups, counts), inside, edges, np.repeat(places, counts)
-
-    def _numbers(self, groups: Ints, inside: Ints) -> Ints:
-        documents = self._groups[0][groups] + inside
-        return documents if self.packed_from is None else self.packed_from[documents]
-
-
-def _search(values: NDArray[np.uint16], low: Ints, high: Ints, keys: Ints) -> Ints:
-    """Return for each key the first index in [low, high) of a value that is not less, or `high`. Values ascend."""
-    low, high = low.copy(), high.copy()
-    while (left := np.flatnonzero(low < high)).size:
-        middle = (low[left] + high[left]) // 2
-        less = values[middle] < keys[left]
-        low[left[less]] = middle[less] + 1
-        high[left[~less]] = middle[~less]
-    return low
 
 
 def _groups(arrays: Iterable[Sizes], most: int) -> Iterator[tuple[Sizes, Ints]]:
@@ -261,7 +223,104 @@ def _pack(rests: Sizes, edges: Ints, length: int, out: Rows) -> int:
     return row
 
 
+def _find(rows: Ints, tables: tuple[Any, ...], out: tuple[Ints, Ints, Ints]) -> int:
+    """Return the number of items of some rows, and write their edges, and also the items if `out` has room for them.
+
+    `tables`: what `Packed` has of all rows. `out`: edges, documents and pieces as `Packed.items` returns them, but
+    documents are numbered among the packed ones. Raises `ValueError` for a row that does not exist.
+    """
+    bounds, (documents_before, full_before, items_before, _), full, items, ends = tables
+    edges, documents, pieces = out
+    if rows.size and not 0 <= rows.min() <= rows.max() < bounds[-1]:
+        raise ValueError("arrays and numbers do not match")
+    groups = np.searchsorted(bounds, rows, side="right") - 1
+    begin, end = full_before[groups], full_before[groups + 1]
+    places = rows - bounds[groups] + begin  # among the full pieces: not of a row that is none
+    others = np.flatnonzero(places >= end)
+    number = (rows - end)[others]  # among the rows that are not full pieces
+    counts = np.ones(rows.size, np.int64)
+    counts[others] = ends[number + 1] - ends[number]
+    edges[0], edges[1:] = 0, np.cumsum(counts)
+    if len(documents) < edges[-1]:
+        return int(edges[-1])
+    before = items_before[groups[others]]
+    starts = np.zeros(rows.size, np.int64)
+    starts[others] = before + (ends[number] - before.astype(np.uint32))
+    whole, groups, begin, end, places = (np.repeat(each, counts) for each in (places < end, groups, begin, end, places))
+    at = np.repeat(starts - edges[:-1], counts) + np.arange(edges[-1])
+    inside = np.empty(edges[-1], np.int64)
+    inside[whole], inside[~whole] = full[places[whole]], items[at[~whole]]
+    documents[:] = documents_before[groups] + inside
+    # a piece has the number of the pieces of its document before it, all of which are full
+    first = _search(full, begin, end, inside)
+    pieces[:] = np.where(whole, places, _search(full, first, end, inside + 1)) - first
+    return int(edges[-1])
+
+
+def _search(values: NDArray[np.uint16], low: Ints, high: Ints, keys: Ints) -> Ints:
+    """Return for each key the first index in [low, high) of a value that is not less, or `high`. Values ascend."""
+    low, high = low.copy(), high.copy()
+    while (left := np.flatnonzero(low < high)).size:
+        middle = (low[left] + high[left]) // 2
+        less = values[middle] < keys[left]
+        low[left[less]] = middle[less] + 1
+        high[left[~less]] = middle[~less]
+    return low
+
+
+def _locate(known: Ints, block: int, items: tuple[Ints, Ints, Ints], out: Ints) -> int:
+    """Write where the documents of rows are in their slots. Return the first item whose document is not there, or -1.
+
+    `items`: firsts, edges and documents. Row i has the documents edges[i] : edges[i + 1]. Its slot has ascending
+    documents, `block` of `known` from firsts[i] on.
+    """
+    firsts, edges, documents = items
+    slot = np.repeat(firsts, np.diff(edges))
+    for first in distinct(firsts).tolist():
+        found = np.flatnonzero(slot == first)
+        at = np.searchsorted(known[first : first + block], documents[found])
+        out[found] = first + np.minimum(at, block - 1)
+    missing = np.flatnonzero(known[out] != documents)
+    return int(missing[0]) if missing.size else -1
+
+
+def _place(items: tuple[Ints, Ints, Ints, Ints], length: int, step_rows: int, out: tuple[Any, ...]) -> int:
+    """Place the items of rows one after the other. Return the elements of padding, or -1 minus the first row too long.
+
+    `items`: the edges of rows, and of each item its document, its piece, and the elements of the document. `out`: of
+    each item its size and the element at which it begins; of each element its document, -1 for padding, and its
+    position in its item, 0 for padding, unless these arrays are empty; and for each step of `step_rows` rows where the
+    segments begin, which are items and padding, as often as there is room followed by the end. Items without elements,
+    which are left out, are no segments.
+    """
+    edges, documents, pieces, lengths = items
+    sizes, at, numbers, positions, cu_seqlens = out
+    sizes[:] = np.clip(lengths - pieces * length, 0, length)
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    used = np.diff(before[edges])  # of each row
+    if used.max(initial=0) > length:
+        return -1 - int((used > length).argmax())
+    count = len(used)
+    row = np.repeat(np.arange(count), np.diff(edges))
+    at[:] = row * length + before[:-1] - before[edges[row]]
+    of_segments, of_documents = (
+        np.insert(values, edges[1:], more) for values, more in ((sizes, length - used), (documents, -1))
+    )
+    of_documents, of_segments = of_documents[of_segments > 0], of_segments[of_segments > 0]
+    starts = np.cumsum(of_segments) - of_segments
+    if numbers.size:
+        numbers.reshape(-1)[:] = np.repeat(of_documents, of_segments)
+    if positions.size:
+        inside = np.arange(count * length) - np.repeat(starts, of_segments)
+        positions.reshape(-1)[:] = np.where(np.repeat(of_documents < 0, of_segments), 0, inside)
+    ends = np.minimum(count - np.arange(0, count, step_rows), step_rows) * length
+    cu_seqlens[:] = ends[:, None]
+    step, inside = np.divmod(starts, step_rows * length)
+    cu_seqlens[step, np.arange(len(starts)) - np.searchsorted(step, step)] = inside
+    return count * length - int(used.sum())
+
+
 try:
-    from streamloader.order._packing import pack
+    from streamloader.order._packing import find, locate, pack, place
 except ImportError:  # no C compiler
-    pack = _pack
+    find, locate, pack, place = _find, _locate, _pack, _place
