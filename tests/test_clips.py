@@ -91,6 +91,19 @@ def test_an_epoch_has_each_clip_once_and_its_frames_are_those_of_the_whole_file(
     assert (seen == expected) == (options == {"shuffle": False})
 
 
+def test_clips_of_videos_of_any_key_frames_are_those_of_the_whole_file(tmp_path):
+    made = [videos.encode(kind, 40, seed=seed) for seed, kind in enumerate(videos.MORE_KINDS)]
+    made += [videos.encode(kind, 40, seed=7).replace(b"stss", b"free") for kind in ("hevc", "mpeg4")]
+    whole, seen = [videos.decode(video)[0] for video in made], 0
+    with sl.Writer(tmp_path / "d", {"video": "video"}) as out:
+        out.write_batch({"video": made})
+    for batch in dataset(str(tmp_path / "d"), clips={"video": sl.Clips(3, stride=2, step=7)}, remainder="uneven"):
+        for index, clip, start in zip(batch["index"], batch["video"], batch["video_start"], strict=True):
+            assert np.array_equal(clip, whole[index][start : start + 5 : 2]), (index, start)
+            seen += 1
+    assert seen == len(made) * 6
+
+
 def test_clips_by_time_have_the_frames_that_are_shown_then(url, every):
     clips = {"video": sl.Clips(3, stride=0.11, step=0.2, unit="seconds")}
     seen = 0

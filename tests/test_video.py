@@ -12,10 +12,13 @@ import crc32c
 import numpy as np
 import pytest
 import videos
+from hypothesis import given
+from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader.conversion.sources.media import video_problem
 from streamloader.errors import FieldError, FormatError, SourceError, UsageError
+from streamloader.format.keyframes import find_entries
 from streamloader.format.video import VideoIndex, decode_frames, frame_size, index_video
 
 BESIDE = {"video_index": "bytes", "video_frames": "int64", "video_seconds": "float64"}
@@ -38,7 +41,7 @@ def frames_of(index: VideoIndex, video: bytes, numbers: list[int]) -> np.ndarray
     return out
 
 
-@pytest.mark.parametrize("kind", videos.KINDS)
+@pytest.mark.parametrize("kind", [*videos.KINDS, *videos.MORE_KINDS])
 def test_frames_of_some_groups_are_those_of_the_whole_file(kind):
     video = videos.encode(kind)
     every, times = videos.decode(video)
@@ -47,6 +50,76 @@ def test_frames_of_some_groups_are_those_of_the_whole_file(kind):
     np.testing.assert_allclose(index.times, times, atol=2e-3)
     for numbers in ([0, 2, 4, 6], [11], [12], [10, 11, 12, 13], [5, 40], [59], list(range(60))):
         assert np.array_equal(frames_of(index, video, numbers), every[numbers]), numbers
+
+
+def keys_of(video: bytes) -> list[int]:
+    return np.flatnonzero(indexed(video).flags & 1).tolist()
+
+
+def keys_of_container(video: bytes) -> list[int]:
+    with av.open(io.BytesIO(video)) as file:
+        return [at for at, packet in enumerate(file.demux(video=0)) if packet.is_keyframe]
+
+
+def assert_frames_after_each_key_are_those_of_the_whole_file(video: bytes) -> None:
+    """All that are shown after it: so the frames before it do not count, however many are decoded after it."""
+    (every, _), index, keys = videos.decode(video), indexed(video), keys_of(video)
+    for key in keys[:: 1 + len(keys) // 8]:
+        stored, later = index.shown, index.pts[key]
+        frames = [frame for frame, at in enumerate(stored) if at >= key and index.pts[at] >= later]
+        out = np.zeros((len(frames), *every.shape[1:]), np.uint8)
+        packets = [
+            (pts, memoryview(video)[start : start + size])
+            for pts, start, size in zip(index.pts.tolist(), index.starts.tolist(), index.sizes.tolist(), strict=True)
+        ]
+        wanted = dict(zip(index.pts[stored[frames]].tolist(), out, strict=True))
+        decode_frames(index.header, iter(packets[key:]), wanted)
+        assert np.array_equal(out, every[frames]), key
+
+
+@pytest.mark.parametrize("kind", [*videos.KINDS, *videos.MORE_KINDS])
+def test_frames_after_each_key_frame_of_the_index_need_none_before_it(kind):
+    video = videos.encode(kind)
+    assert_frames_after_each_key_are_those_of_the_whole_file(video)
+    restarts = kind not in ("h264, intra refresh", "an unknown codec")
+    assert keys_of(video) == (keys_of_container(video) if restarts else [0])
+    assert len(keys_of_container(video)) > 1 or "one key frame" in kind
+
+
+@pytest.mark.parametrize("kind", ["hevc", "mpeg4", "mpeg2", "h264, intra refresh"])
+def test_the_key_frames_of_a_file_without_a_table_of_them_are_those_of_its_bytes(kind):
+    video = videos.encode(kind)
+    without = video.replace(b"stss", b"free")
+    assert keys_of_container(without) == [*range(60)] or kind.startswith("h264")  # which FFmpeg's parser reads
+    assert keys_of(without) == keys_of(video)
+    assert_frames_after_each_key_are_those_of_the_whole_file(without)
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("h264, open groups", "h264"), ("hevc", "hevc")])
+def test_units_of_packets_have_lengths_or_start_codes(kind, codec):
+    video = videos.encode(kind)
+    with av.open(io.BytesIO(video)) as file:
+        stream = file.streams.video[0]
+        converter = av.bitstream.BitStreamFilterContext(f"{codec}_mp4toannexb", stream)
+        packets = [out for packet in file.demux(stream) if packet.size for out in converter.filter(packet)]
+    assert all(bytes(packet).startswith((b"\0\0\0\1", b"\0\0\1")) for packet in packets)
+    parameters = bytes(packets[0])  # among others
+    found = find_entries(codec, parameters, [(bytes(packet), packet.is_keyframe) for packet in packets])
+    assert np.flatnonzero([*found]).tolist() == keys_of(video)
+
+
+def test_a_packet_is_no_key_frame_if_it_lacks_parameters_of_those_before_it():
+    idr, parameters, other = b"\0\0\1\x65\x88\x80", b"\0\0\1\x67\x42", b"\0\0\1\x68\xce"
+    packets = [parameters + other + idr, idr, parameters + idr, other + parameters + idr, b"\0\0\1\x41\x9a"]
+    assert [*find_entries("h264", b"", [(data, True) for data in packets])] == [True, False, False, True, False]
+    assert [*find_entries("h264", parameters + other, [(data, True) for data in packets])] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("codec", ["h264", "hevc", "mpeg4", "mpeg2video", "vp8", "vp9", "av1", "ffv1"])
+@given(data=st.binary(max_size=60), extradata=st.sampled_from([b"", b"\1" * 30]))
+def test_packets_of_any_bytes_are_key_frames_or_not(codec, data, extradata):
+    first, second = find_entries(codec, extradata, [(data, False), (data[::-1], True)])
+    assert (first, type(second)) == (False, bool)
 
 
 def test_only_the_frames_from_the_last_key_frame_on_are_needed():

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, FormatError
 from streamloader.format.codecs import Column
+from streamloader.format.keyframes import find_entries
 from streamloader.format.manifest import Field
 from streamloader.storage.optional import need
 
@@ -87,7 +88,8 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
             if stream is None or stream.codec_context is None:
                 raise FieldError(f"{where} has no video stream of a known codec", "leave it out")
             packets = [packet for packet in container.demux(stream) if packet.size]
-            header, columns = _describe(stream, data), _columns(packets, data, where, remedy)
+            header = _describe(stream, data)
+            columns = _columns(header, packets, data, where, remedy)
             last = max(packets, key=lambda packet: packet.pts)
             unit, duration = stream.time_base, last.duration  # while the container is open: then they are gone
     except (av.FFmpegError, ValueError) as error:
@@ -120,15 +122,18 @@ def _describe(stream: Any, data: bytes) -> dict[str, Any]:
     return {**header, "rotation": rotation % 360}
 
 
-def _columns(packets: Sequence[Any], data: bytes, where: str, remedy: str) -> dict[str, NDArray[Any]]:
+def _columns(
+    header: Mapping[str, Any], packets: Sequence[Any], data: bytes, where: str, remedy: str
+) -> dict[str, NDArray[Any]]:
     """Return the columns of the index."""
-    rows = []
-    for number, packet in enumerate(packets):
+    rows, parts = [], ((bytes(packet), packet.is_keyframe) for packet in packets)
+    entries = find_entries(header["codec"], bytes.fromhex(header["extradata"]), parts)
+    for number, (packet, entry) in enumerate(zip(packets, entries, strict=True)):
         body = bytes(packet)
         start = -1 if packet.pos is None else data.find(body, packet.pos, packet.pos + packet.size + HEADER_BYTES)
         if start < 0 or packet.pts is None:
             raise FieldError(f"{where} does not have frame {number} in one piece, or no time of it", remedy)
-        flags = KEY * packet.is_keyframe + HIDDEN * packet.is_discard
+        flags = KEY * entry + HIDDEN * packet.is_discard
         rows.append((packet.pts, start, packet.size, crc32c.crc32c(body), flags))
     return {name: np.array([row[at] for row in rows], kind) for at, (name, kind) in enumerate(_COLUMNS)}
 
