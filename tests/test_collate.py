@@ -17,7 +17,7 @@ from PIL import Image
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.engine import engine
+from streamloader.engine import engine, residence
 from streamloader.engine.arena import Arena, Buffers
 from streamloader.engine.collate import pad_arrays
 from streamloader.engine.gather import Copy, copy_all, part_of
@@ -244,8 +244,9 @@ def test_steps_that_are_gathered_together_have_the_columns_of_each_by_itself(
     found = []
     monkeypatch.setattr(engine, "LEAST_GROUPS", 1)
     for most, padded_bytes in ((1, 1 << 20), (7, 1 << 20), (7, 0)):
-        for name, number in (("MAX_STEPS_AT_ONCE", most), ("MAX_SHARED_STEPS", most), ("PADDED_BYTES", padded_bytes)):
-            monkeypatch.setattr(engine, name, number)
+        for name in ("MAX_STEPS_AT_ONCE", "MAX_SHARED_STEPS"):
+            monkeypatch.setattr(engine, name, most)
+        monkeypatch.setattr(residence, "PADDED_BYTES", padded_bytes)
         dataset = sl.StreamingDataset(path, batch_size=4, with_index=True, seed=4, num_workers=workers, **options)
         assert dataset._engine().steps_at_once(dataset._first_share()) == most
         found.append(list(dataset))
@@ -277,7 +278,7 @@ def test_padding_is_all_that_rows_leave_of_their_bytes_in_any_number_of_parts(da
     ends = np.cumsum(widths)
     at = ends - (widths if data.draw(st.booleans()) else lengths)
     source, out = np.arange(1, 8, dtype=np.int16), np.full(int(widths.sum()) + 2, -1, np.int16)
-    padded = 2, 2 * len(out) - 2
+    padded = 2, 2 * len(out) - 2, 2 * int(widths.max(initial=0))
     copy = Copy(out, source, np.zeros_like(at), 2 + 2 * at, 2 * lengths, padded=padded, value=9)
     parts = data.draw(st.integers(1, 4))
     for number in range(parts):

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +113,43 @@ def test_both_copy_what_the_model_copies_or_nothing(native, drawn):
     expected = model(source, starts, sizes, length, at)
     assert target == (b"\xee" * length if expected is None else expected)
     assert given_ is None if expected is not None else given_[0] == "ValueError"
+
+
+@needs_compiler
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_both_fill_what_ascending_rows_leave_or_nothing(native, data):
+    sizes = ints(data.draw(st.lists(st.integers(0, 5), max_size=8)))
+    gaps = [data.draw(st.integers(0, 4)) for _ in range(len(sizes) + 1)]
+    first, anywhere = data.draw(st.integers(0, 3)), st.one_of(st.integers(-1, 40), st.sampled_from(EXTREMES))
+    at = first + np.cumsum(gaps[:-1], dtype=np.int64) + np.cumsum(sizes) - sizes
+    stop = first + sum(gaps) + int(sizes.sum())
+    length = stop + 2
+    filler, source = bytes(range(100, 100 + data.draw(st.integers(1, 5)))), bytes(range(10))
+    valid = max(gaps) <= len(filler)
+    if data.draw(st.booleans()):  # one of the numbers is another one
+        numbers = [first, *at.tolist(), stop]
+        changed = data.draw(st.integers(0, len(numbers) - 1))
+        numbers[changed] = data.draw(anywhere)
+        first, *moved, stop = numbers
+        at = ints(moved)
+        ends = [first, *(at.astype(object) + sizes.astype(object)).tolist()]
+        between = [begin - end for begin, end in zip([*moved, stop], ends, strict=True)]
+        valid = first >= 0 and max([stop, *ends]) <= length and min(between) >= 0 and max(between) <= len(filler)
+    found = []
+    for rows in (native, PYTHON):
+        target = bytearray(b"\xee" * length)
+        arguments = source, np.arange(len(sizes)) % 5, sizes, target, at
+        found.append((outcome(partial(rows.copy_rows, *arguments, padding=(filler, first, stop))), bytes(target)))
+    assert found[0] == found[1]
+    expected = bytearray(b"\xee" * length)
+    if valid:
+        for row, (size, to) in enumerate(zip(sizes.tolist(), at.tolist(), strict=True)):
+            expected[to : to + size] = source[row % 5 : row % 5 + size]
+        for end, begin in zip([first, *(at + sizes).tolist()], [*at.tolist(), stop], strict=True):
+            expected[end:begin] = filler[: begin - end]
+    assert found[0][1] == expected
+    assert found[0][0] is None if valid else found[0][0][0] == "ValueError"
 
 
 @needs_compiler

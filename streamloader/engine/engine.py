@@ -52,7 +52,6 @@ GATHERED_BYTES = 2 * MIB
 MAX_STEPS_AT_ONCE = 16
 SHARED_BYTES = 16 * MIB
 MAX_SHARED_STEPS = 64
-PADDED_BYTES = 64 * MIB  # the most of several steps: a few long values may make padding many times as large
 LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
 # Units of several chunks may take so much more memory than units of one chunk, if `memory=` is not given.
 UNITS_BYTES = 2048 * MIB
@@ -493,10 +492,13 @@ class Assembler:
                     return
 
     def _assemble(self, plan: BatchPlan) -> Iterator[Batch]:
-        """Yield the batch of a plan; if it fails, those of its steps up to the one that fails. One has a permit."""
+        """Yield the batch of a plan; if it fails, those of its steps up to the one that fails. One has a permit.
+
+        A plan of several steps also fails if their padding is too large.
+        """
         failed_ticket, error = self._load(plan)
         batch = Batch(plan)
-        if error is None and self._fits_together(plan) and self._make(batch):
+        if error is None and self._make(batch):
             self._copying.append((batch, plan))
             self._release_copied(wait=self._budget.exact)
             yield batch
@@ -524,12 +526,6 @@ class Assembler:
             if failed:
                 return
         self._release(plan)
-
-    def _fits_together(self, plan: BatchPlan) -> bool:
-        """Return whether the columns of a plan, if it has several steps, are not too large with their padding."""
-        if len(plan.rows) <= plan.step_rows or not self.stages.pads:
-            return True
-        return self.stages.variable_bytes(plan)[0] <= PADDED_BYTES
 
     def _release_copied(self, *, wait: bool = False) -> None:
         """Release the blocks of batches whose rows are copied; `wait` for the first of them."""

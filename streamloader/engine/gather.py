@@ -22,7 +22,8 @@ class Copy(NamedTuple):
     With `at`, `starts` are bytes of `source`. Row i has `sizes[i]` bytes, which are copied to byte `at[i]` of `out`;
     `sizes` may be one size for all rows. With `strides`, row i is a box of elements, which is copied to the row `at[i]`
     of `out`: for boxes that consist of many short runs of bytes. `padded`: the first of the bytes of `out`, and the end
-    of those, that are filled with `value` where no row is; rows are in ascending order then.
+    of those, that are filled with `value` where no row is, and the most of them that are next to each other; rows are
+    in ascending order then.
     """
 
     out: NDArray[Any]
@@ -31,7 +32,7 @@ class Copy(NamedTuple):
     at: Ints | None = None
     sizes: Ints | int = 0
     strides: tuple[int, ...] | None = None
-    padded: tuple[int, int] | None = None
+    padded: tuple[int, int, int] = (0, 0, 0)
     value: int | float = 0
 
     def part(self, first: int, stop: int, starts: Ints) -> Copy:
@@ -40,32 +41,24 @@ class Copy(NamedTuple):
             return Copy(self.out[first:stop], self.source, starts)
         sizes = self.sizes if isinstance(self.sizes, int) else self.sizes[first:stop]
         padded = self.padded
-        if padded is not None:  # what is between the rows of two parts is filled by the first one
-            begin, end = padded
-            padded = int(self.at[first]) if first else begin, int(self.at[stop]) if stop < len(self.at) else end
+        if padded[2]:  # what is between the rows of two parts is filled by the first one
+            begin, end, longest = padded
+            begin, end = int(self.at[first]) if first else begin, int(self.at[stop]) if stop < len(self.at) else end
+            padded = begin, end, longest
         return Copy(self.out, self.source, starts, self.at[first:stop], sizes, self.strides, padded, self.value)
 
     def run(self) -> None:
         """Copy the rows."""
-        if self.padded is not None:
-            self._pad(*self.padded)
         if self.at is None:
             np.take(self.source, self.starts, axis=0, out=self.out, mode="clip")
         elif self.strides is None:
-            copy_rows(self.source, self.starts, self.sizes, self.out, self.at)
+            first, stop, longest = self.padded
+            padding = np.full(longest // self.out.itemsize, self.value, self.out.dtype) if longest else b""
+            copy_rows(self.source, self.starts, self.sizes, self.out, self.at, padding=(padding, first, stop))
         else:
             dtype, shape = self.out.dtype, self.out.shape[1:]
             for row, start in zip(self.at.tolist(), self.starts.tolist(), strict=True):
                 self.out[row] = np.ndarray(shape, dtype, self.source.data, start, self.strides)
-
-    def _pad(self, first: int, stop: int) -> None:
-        """Fill the bytes before, between and after the rows: half as much memory as if all were filled."""
-        assert self.at is not None
-        begins = np.concatenate([[first], self.at + self.sizes])
-        sizes = np.concatenate([self.at, [stop]]) - begins
-        dtype = self.out.dtype
-        padding = np.full(int(sizes.max()) // dtype.itemsize, self.value, dtype)
-        copy_rows(padding, np.zeros(len(sizes), np.int64), sizes, self.out, begins)
 
 
 def part_of(copies: Sequence[Copy], number: int, count: int) -> list[Copy]:

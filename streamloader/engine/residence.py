@@ -28,12 +28,12 @@ from streamloader.engine.collate import LENGTHS, MASK, divided, padded_sizes, pa
 from streamloader.engine.faults import BadRows, forget
 from streamloader.engine.gather import Copy, flat
 from streamloader.engine.transform import Ragged
-from streamloader.errors import DecodeError, StreamloaderError
+from streamloader.errors import DecodeError, EngineError, StreamloaderError
 from streamloader.format.codecs import Items, scratch_bytes
 from streamloader.format.manifest import Field
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.format.values import from_bytes
-from streamloader.options import Pack, Pad
+from streamloader.options import MIB, Pack, Pad
 from streamloader.order.schedule import BatchPlan, BlockRef, Ints
 from streamloader.samples import distinct
 
@@ -46,6 +46,8 @@ RowIndex = slice | Ints
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
+# The most of a padded field in several steps: a few long values may make padding many times as large.
+PADDED_BYTES = 64 * MIB
 # A slot stores the address and the size of each item.
 ITEM_BYTES = 2 * 8
 # The ratio of decoded to encoded size of a photograph: a JPEG of usual quality has 2 to 3 bits per pixel.
@@ -212,7 +214,7 @@ class Chunks:
     def _padded(self, pad: Pad, rows: tuple[Ints, Ints], plan: BatchPlan, buffers: Buffers) -> Gathered:
         """Return the columns of padded rows, which are given by their addresses and sizes, and their copies.
 
-        The steps of a plan share the memory of a column.
+        The steps of a plan share the memory of a column. Raises `EngineError` if these are too large together.
         """
         item, (starts, sizes), step_rows = self.field.item_bytes, rows, plan.step_rows
         lengths = sizes // item
@@ -221,18 +223,21 @@ class Chunks:
             padded_sizes(self.name, pad, lengths[:, None], plan.samples.tolist())  # raises for the longest
         width = np.repeat(np.array(widths, np.int64), step_rows)[: len(lengths)]
         lengths, ends, count = np.minimum(lengths, width), np.cumsum(width), int(width.sum())
+        if len(lengths) > step_rows and count * item > PADDED_BYTES:
+            problem = f"{self.name!r} of several steps has {count * item} bytes with its padding"
+            raise EngineError(problem, f"gather steps one by one if they have more than {PADDED_BYTES}")
         at = ends - (width if pad.side == "right" else lengths)
         counts = [len(lengths[first : first + step_rows]) for first in range(0, max(1, len(lengths)), step_rows)]
         shapes = [(count, width or 0) for count, width in zip(counts, widths, strict=True)]
-        out = buffers.lease((count, *self.field.shape), self.field.dtype)
-        whole, arena = (0, out.nbytes), self._arena.bytes
+        out, longest = buffers.lease((count, *self.field.shape), self.field.dtype), int(width.max(initial=0))
+        whole, arena = (0, out.nbytes, longest * item), self._arena.bytes
         copies = [Copy(out, arena, starts, at * item, lengths * item, padded=whole, value=pad.value)]
         columns = {self.name: _of_steps(divided(out, shapes)), self.name + LENGTHS: lengths}
         if pad.mask:
             mask, true = buffers.lease((count,), "bool"), buffers.lease((int(lengths.max(initial=0)),), "bool")
             true[...] = True
             columns[self.name + MASK] = _of_steps(divided(mask, shapes))
-            copies.append(Copy(mask, true, np.zeros_like(at), at, lengths, padded=(0, count)))
+            copies.append(Copy(mask, true, np.zeros_like(at), at, lengths, padded=(0, count, longest)))
         return columns, copies
 
     def _lease_ragged(self, offsets: Ints, buffers: Buffers) -> Ragged:

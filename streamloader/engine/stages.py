@@ -404,10 +404,11 @@ class Stages:
                     return
                 batch.columns |= columns
                 copies += found
-                if name in self.pads:
-                    steps = columns[name] if type(columns[name]) is tuple else (columns[name],)
-                    padded = sum(math.prod(step.shape[:2]) for step in steps)
-                    self._counters.add(elements=padded, padding_elements=padded - int(columns[name + LENGTHS].sum()))
+            for name in self.pads.keys() & {field.name for field in self._gathered}:
+                column, lengths = batch.columns[name], batch.columns[name + LENGTHS]
+                steps = column if type(column) is tuple else (column,)
+                elements = sum(math.prod(step.shape[:2]) for step in steps)
+                self._counters.add(elements=elements, padding_elements=elements - int(lengths.sum()))
             self._copy(batch, copies, slot_rows)
         except StreamloaderError:
             raise

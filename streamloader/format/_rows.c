@@ -32,6 +32,8 @@ item(const Py_buffer *array, Py_ssize_t i)
 
 typedef struct {
     Py_buffer source, starts, sizes, target, at; /* `sizes`: one for each row, or one for all; `at.buf` may be NULL */
+    Py_buffer padding;                           /* for the gaps of ascending rows in [first, stop), unless it is empty */
+    Py_ssize_t first, stop;
 } Rows;
 
 static inline int64_t
@@ -40,12 +42,14 @@ size_of(const Rows *rows, Py_ssize_t i)
     return item(&rows->sizes, rows->sizes.len == 8 ? 0 : i);
 }
 
-/* Return the first row out of bounds, or -1; *total becomes the bytes of all rows. */
+/* Return the first row out of bounds, `count` for the padding after the last one, or -1; *total becomes the bytes of
+   all rows. */
 static Py_ssize_t
 check(const Rows *rows, Py_ssize_t count, int64_t *total)
 {
-    const int64_t source = rows->source.len, target = rows->target.len;
+    const int64_t source = rows->source.len, target = rows->target.len, padding = rows->padding.len;
     int64_t next = 0; /* the sum may exceed int64 only if rows overlap in the target, where it saturates */
+    int64_t end = rows->first;
     for (Py_ssize_t i = 0; i < count; i++) {
         int64_t start = item(&rows->starts, i), size = size_of(rows, i);
         int64_t at = rows->at.buf ? item(&rows->at, i) : next;
@@ -53,8 +57,13 @@ check(const Rows *rows, Py_ssize_t count, int64_t *total)
         if (start < 0 || size < 0 || at < 0 || size > source || start > source - size || size > target ||
             at > target - size)
             return i;
+        if (padding && (end < 0 || at < end || at - end > padding))
+            return i;
+        end = at + size;
         next = size > INT64_MAX - next ? INT64_MAX : next + size;
     }
+    if (padding && (end < 0 || rows->stop > target || rows->stop < end || rows->stop - end > padding))
+        return count;
     *total = next;
     return -1;
 }
@@ -64,22 +73,29 @@ static void
 copy_checked(const Rows *rows, Py_ssize_t count)
 {
     const char *source = rows->source.buf;
+    const size_t padding = (size_t)rows->padding.len;
     char *target = rows->target.buf;
-    int64_t next = 0;
+    int64_t next = 0, end = rows->first;
     for (Py_ssize_t i = 0; i < count; i++) {
-        int64_t size = size_of(rows, i);
+        int64_t size = size_of(rows, i), at = rows->at.buf ? item(&rows->at, i) : next;
         if (i + AHEAD < count)
             PREFETCH(source + item(&rows->starts, i + AHEAD));
-        memmove(target + (rows->at.buf ? item(&rows->at, i) : next), source + item(&rows->starts, i), (size_t)size);
+        if (padding)
+            memcpy(target + end, rows->padding.buf, (size_t)(at - end));
+        memmove(target + at, source + item(&rows->starts, i), (size_t)size);
+        end = at + size;
         next += size;
     }
+    if (padding)
+        memcpy(target + end, rows->padding.buf, (size_t)(rows->stop - end));
 }
 
 static PyObject *
 copy(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Rows rows;
-    if (!PyArg_ParseTuple(args, "y*y*y*w*z*", &rows.source, &rows.starts, &rows.sizes, &rows.target, &rows.at))
+    Rows rows = {0};
+    if (!PyArg_ParseTuple(args, "y*y*y*w*z*|y*nn", &rows.source, &rows.starts, &rows.sizes, &rows.target, &rows.at,
+                          &rows.padding, &rows.first, &rows.stop))
         return NULL;
     PyObject *result = NULL;
     Py_ssize_t count = rows.starts.len / 8;
@@ -105,6 +121,7 @@ copy(PyObject *Py_UNUSED(module), PyObject *args)
     PyBuffer_Release(&rows.target);
     if (rows.at.obj)
         PyBuffer_Release(&rows.at);
+    PyBuffer_Release(&rows.padding);
     return result;
 }
 
@@ -134,7 +151,7 @@ parse(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"copy", copy, METH_VARARGS, "copy(source, starts, sizes, target, at): see rows.py"},
+    {"copy", copy, METH_VARARGS, "copy(source, starts, sizes, target, at, padding, first, stop): see rows.py"},
     {"parse", parse, METH_VARARGS, "parse(data, edges): see rows.py"},
     {NULL, NULL, 0, NULL},
 };
