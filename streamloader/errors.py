@@ -23,7 +23,7 @@ StreamloaderError
 |   |-- VersionError          SL303  written by a later version, or requires a feature that this version lacks
 |   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest lists is missing
 |   |-- CorruptError          SL305  truncated, or a checksum does not match
-|   `-- ModifiedError         SL306  the bytes are intact, but belong to another dataset than the manifest
+|   `-- ModifiedError         SL306  the bytes are intact, but belong to another dataset or version than the manifest
 |-- SampleError               SL400  one sample cannot be used
 |   |-- DecodeError           SL401  an encoded sample does not decode
 |   |-- TransformError        SL402  your transform raised, or returned values that cannot be batched
@@ -171,7 +171,7 @@ class CorruptError(FormatError, code="SL305"):
 
 
 class ModifiedError(FormatError, code="SL306"):
-    """The bytes are intact, but belong to another dataset than the manifest."""
+    """The bytes are intact, but belong to another dataset or version than the manifest."""
 
 
 class SampleError(StreamloaderError, code="SL400"):

@@ -204,6 +204,23 @@ def test_states_of_erased_versions_are_errors_that_say_so(data):
             sl.NumpyDataset(data, batch_size=4).load_state_dict(state, force=force)
 
 
+def test_after_an_erasure_a_run_goes_on_from_memory_and_cannot_read_what_was_written(data):
+    kept, streamed = (sl.NumpyDataset(data, batch_size=4, memory=memory) for memory in ("64MB", None))
+    held, opened = sl.NumpyDataset(data, batch_size=4, fields=["n"]), sl.open(data)
+    masked = sl.NumpyDataset(data, batch_size=4, on_error="mask", max_bad=1.0)
+    for run_before in (kept, streamed, held, opened, masked):
+        assert len(list(run_before)) > 0
+    sl.delete(data, ids=[3], erase=True)
+    for _ in range(2):
+        for memory_only in (kept, held):
+            assert {int(n) for batch in memory_only for n in batch["n"]} == {*range(COUNT)}, "also 3"
+    for read in (lambda: list(streamed), lambda: opened[:], lambda: opened.lengths("t")):
+        with pytest.raises((ModifiedError, MissingObjectError), match="open the dataset again if samples were erased"):
+            read()
+    valid = {int(n) for batch in masked for n in batch["n"][batch["valid"]]}
+    assert valid < {*range(COUNT)} - {3}
+
+
 def test_exports_and_conversions_have_the_samples_that_remain(data, tmp_path):
     sl.delete(data, where="n >= 10 and n < 40")
     left = [*range(10), *range(40, 50)]

@@ -206,7 +206,8 @@ def delete(*, url: str, quiet: bool, **options: Any) -> None:
 
     Those that opened the dataset before keep reading the earlier version, for which the shards still have the samples.
     Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it. With --erase,
-    no version has the bytes afterwards; --where and --ids may then be left out.
+    no version has the bytes afterwards; --where and --ids may then be left out. End the runs that read the dataset
+    before: they go on with what they hold in memory.
     """
     from streamloader.maintenance.delete import delete as run
 

@@ -18,7 +18,7 @@ from streamloader.format.deleted import Remaining
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
-from streamloader.format.tables import ChunkTable
+from streamloader.format.tables import REOPEN, ChunkTable
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.objects import cut_runs
@@ -412,7 +412,7 @@ class FieldReader:
 
     def _modified(self, run: Run, i: int, detail: str) -> ModifiedError:
         problem = f"{self._where(run, i)}: the object was modified after the conversion: {detail}"
-        return ModifiedError(problem, "restore the object, or convert the dataset again")
+        return ModifiedError(problem, REOPEN)
 
     def _where(self, run: Run, i: int) -> str:
         sample = run.first_sample + i * self.layout.chunk

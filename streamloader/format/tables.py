@@ -188,13 +188,15 @@ class ChunkTable:
     def _check_digest(self, table: NDArray[np.uint32], url: str) -> None:
         if self._manifest.tables.get(self._name) not in (None, table_digest(table)):
             problem = f"the chunk table {url} is intact, but does not match the manifest"
-            raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
+            raise errors.ModifiedError(problem, REOPEN)
 
     def _url(self, number: int) -> str:
         return f"{self._store.url}/{page_path(self._name, number, self._manifest.generation)}"
 
 
 LENGTHS = "_streamloader/lengths"
+# what to do if an object is not that of the version which was opened
+REOPEN = "open the dataset again if samples were erased; otherwise restore the object, or convert the dataset again"
 ADD_LENGTHS = "run streamloader lengths URL, then open the dataset again"  # what to do if a field has no table
 THREADS = 16
 PAGES = 256  # read at once
@@ -277,7 +279,7 @@ class LengthTable:
         if digest_of_pages(pages) != self._sha256:
             problem = f"the table of lengths {self._store.url}/{LENGTHS}/{self._name} is intact"
             problem = f"{problem}, but does not match the manifest"
-            raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
+            raise errors.ModifiedError(problem, REOPEN)
 
     def _load(self, index: int) -> NDArray[np.uint32]:
         path, page = lengths_path(self._name, index), np.empty(self._layout.shard, "<u4")
@@ -299,7 +301,7 @@ def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = Fa
     try:
         data = memoryview(store.get_range(path, 0, size + 1))  # the extra byte detects a longer object
     except errors.NotFoundError as error:
-        raise errors.MissingObjectError(f"{where} is missing", "convert the dataset again") from error
+        raise errors.MissingObjectError(f"{where} is missing", REOPEN) from error
     if exact and len(data) != size:
         raise _damaged(where, f"it has {len(data)} bytes, expected {size}")
     if crc32c.crc32c(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):

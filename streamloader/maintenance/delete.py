@@ -51,8 +51,9 @@ def delete(
     is published, and those that opened it keep reading it. To resume an interrupted deletion, repeat the call.
 
     `erase` overwrites the bytes of all deleted samples, also of earlier deletions (then `where` and `ids` may be left
-    out), reads the shards again to verify it, and removes all earlier versions. Call it while nothing reads the
-    dataset: who opened an earlier version gets a `ModifiedError` for the shards that had such samples.
+    out), reads the shards again to verify it, and removes all earlier versions. End what reads the dataset before: it
+    goes on with the samples that it holds in memory, also with erased ones, and gets a `ModifiedError` for the shards
+    that had such samples, or a `MissingObjectError` for the tables of an earlier version.
 
     Raises `SelectionError` for an invalid condition, and for numbers that are invalid or of another version;
     `UsageError` for other arguments and if no sample would remain; `DestinationError` if an append or a deletion is in
