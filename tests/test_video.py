@@ -122,6 +122,37 @@ def test_packets_of_any_bytes_are_key_frames_or_not(codec, data, extradata):
     assert (first, type(second)) == (False, bool)
 
 
+def golomb(bits: str, at: int) -> tuple[int, int]:
+    """The number that begins at a bit, and where it ends."""
+    zeros = bits.index("1", at) - at
+    return int(bits[at + zeros : at + 2 * zeros + 1], 2) - 1, at + 2 * zeros + 1
+
+
+def without_reordering(sequence: bytes) -> bytes:
+    """The sequence parameters of x264 without their last part, the limits of motion and of reordering."""
+    bits = "".join(f"{byte:08b}" for byte in sequence)
+    stop = bits.rindex("1")
+    for at in range(stop - 30, stop):
+        numbers, end = [], at + 4  # the flag of the part, another one, and two zeros
+        while end < stop and len(numbers) < 4:
+            number, end = golomb(bits, end)
+            numbers.append(number)
+        if bits[at : at + 4] == "1111" and end == stop and numbers[:2] == [8, 8]:
+            return int((bits[:at] + "01").ljust(len(bits), "0"), 2).to_bytes(len(sequence), "big")
+    raise AssertionError(bits)
+
+
+def test_no_frame_is_lost_if_a_stream_does_not_state_how_many_are_reordered():
+    video = videos.encode("h264, one key frame")
+    with av.open(io.BytesIO(video)) as file:
+        parameters = file.streams.video[0].codec_context.extradata
+    sequence = parameters[8 : 8 + int.from_bytes(parameters[6:8], "big")]
+    changed = video.replace(sequence, without_reordering(sequence))
+    assert changed != video
+    assert np.array_equal(videos.decode(changed)[0], videos.decode(video)[0])
+    assert_frames_after_each_key_are_those_of_the_whole_file(changed)
+
+
 def test_only_the_frames_from_the_last_key_frame_on_are_needed():
     index = indexed(videos.encode("h264"))
     assert [*index.groups(np.arange(24, 30))] == [24]

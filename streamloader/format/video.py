@@ -208,6 +208,8 @@ def decode_frames(
     av = need("av")
     context = av.CodecContext.create(_DECODERS.get(header["codec"], header["codec"]), "r")
     context.thread_count = 1  # clips are decoded in as many threads or processes as there are cores
+    if header["codec"] == "h264":
+        context.options = {"strict": "strict"}  # otherwise it drops frames if the stream has no limit of reordering
     if header["extradata"]:
         context.extradata = bytes.fromhex(header["extradata"])
     for name in _TRAITS:
