@@ -181,6 +181,29 @@ def test_frames_outside_of_the_edit_list_are_not_shown():
     assert np.array_equal(frames_of(index, bytes(video), [0, 1, 2, 30]), every[[0, 1, 2, 30]])
 
 
+def cut(video: bytes, first: int) -> bytes:
+    """A video in Matroska, without the stored frames before one."""
+    out = io.BytesIO()
+    with av.open(io.BytesIO(video)) as source, av.open(out, "w", format="matroska") as file:
+        stream = file.add_stream_from_template(source.streams.video[0])
+        for packet in [packet for packet in source.demux(video=0) if packet.size][first:]:
+            packet.stream = stream
+            file.mux(packet)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["hevc", "mpeg2", "mpeg4", "h264, open pyramids", "h264, intra refresh"])
+def test_frames_that_a_decoder_skips_at_the_beginning_of_a_file_are_not_shown(kind):
+    whole, skipped = videos.encode(kind), 0
+    for first in keys_of_container(whole)[1:]:
+        video = cut(whole, first)
+        (every, times), index = videos.decode(video), indexed(video)
+        assert np.array_equal(frames_of(index, video, [*range(len(every))]), every)
+        np.testing.assert_allclose(index.times, times, atol=2e-3)
+        skipped += len(index.pts) - len(every)
+    assert skipped or kind == "h264, open pyramids"  # whose leading frames are shown, damaged
+
+
 def test_a_reader_of_the_specification_alone_decodes_a_frame():
     video = videos.encode("hevc")
     blob = index_video("video", video, 0)[0]

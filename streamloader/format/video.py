@@ -73,8 +73,8 @@ def index_columns(name: str, videos: Column, samples: Sequence[object]) -> dict[
 def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, float]:
     """Return the index of a video, the number of its frames, and its duration in seconds.
 
-    Its first frame is decoded, and of others only the container is read. Raises `FieldError`, which names the field and
-    the sample, for data that are no video, and for a container that does not have the bytes of frames in one piece.
+    Its first frames are decoded, and of others only the container is read. Raises `FieldError`, which names the field
+    and the sample, for data that are no video, and for a container that does not have the bytes of frames in one piece.
     """
     av = need("av")
     where = f"field {name!r} of sample {sample}"
@@ -88,8 +88,10 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
             if stream is None or stream.codec_context is None:
                 raise FieldError(f"{where} has no video stream of a known codec", "leave it out")
             packets = [packet for packet in container.demux(stream) if packet.size]
-            header = _describe(stream, data)
+            header, begin = _describe(stream, packets, data)
             columns = _columns(header, packets, data, where, remedy)
+            skipped = (columns["pts"] < begin[-1]) & ~np.isin(columns["pts"], begin)
+            columns["flags"][skipped] |= HIDDEN
             last = max(packets, key=lambda packet: packet.pts)
             unit, duration = stream.time_base, last.duration  # while the container is open: then they are gone
     except (av.FFmpegError, ValueError) as error:
@@ -105,8 +107,12 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
     return index, count, seconds
 
 
-def _describe(stream: Any, data: bytes) -> dict[str, Any]:
-    """Return what decoding needs beside the bytes of frames, as JSON values."""
+def _describe(stream: Any, packets: Sequence[Any], data: bytes) -> tuple[dict[str, Any], list[int]]:
+    """Return what decoding needs beside the bytes of frames, as JSON values, and the times that the video begins with.
+
+    These are of frames that a decoder shows, up to the first one that is not before the first packet. It skips leading
+    pictures of frames that the file does not have, and frames before the end of an intra refresh.
+    """
     context = stream.codec_context
     header = {
         "codec": context.codec.canonical_name,
@@ -115,11 +121,18 @@ def _describe(stream: Any, data: bytes) -> dict[str, Any]:
         "size": len(data),
         **{name: int(getattr(context, name)) for name in _TRAITS},
     }
+    times, rotation = list[int](), 0
     with need("av").open(io.BytesIO(data)) as container:
-        rotation = next((int(frame.rotation) for frame in container.decode(video=0)), None)
-    if rotation is None or rotation % 90:
-        raise ValueError("no frame is shown" if rotation is None else f"it is turned by {rotation} degrees")
-    return {**header, "rotation": rotation % 360}
+        for frame in container.decode(video=0):
+            rotation = int(frame.rotation)
+            if None in (frame.pts, packets[0].pts):
+                raise ValueError("a frame has no time")
+            times.append(frame.pts)
+            if frame.pts >= packets[0].pts:
+                break
+    if not times or rotation % 90:
+        raise ValueError(f"it is turned by {rotation} degrees" if times else "no frame is shown")
+    return {**header, "rotation": rotation % 360}, times
 
 
 def _columns(
