@@ -1,5 +1,7 @@
 """The planner of mixtures: exact shares in every window, whole epochs, the same steps at any world size."""
 
+import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -254,3 +256,30 @@ def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch,
     share = resumed.share(other_batch, World(0, 1))
     assert share.rows(0, 12)[2].tolist() == list(range(12 * other_batch))
     assert resuming.resumed(resumed.to_dict(), other_batch) == resumed
+
+
+def often_changed(count: int) -> list[Mix]:
+    """The mixtures of a run after each change, with weights whose turns repeat after 4,096."""
+    orders = (EpochOrder(10**6, OrderParams(8, 4, 16), 0, 0),) * 5
+    drawn = np.random.default_rng(count).random((count, 5)).tolist()
+    phases = [Phase.of_all(8000 * number, 8, whole_weights(weights)) for number, weights in enumerate(drawn)]
+    return [Mix(orders, (1,) * 5, tuple(phases[: number + 1]), "first") for number in range(count)]
+
+
+def test_a_state_of_many_changes_is_loaded_fast():
+    mix, begun = often_changed(200)[-1], time.perf_counter()
+    assert mix.bounds(0)[1] > 10**6
+    assert sum(mix.counts(8000 * 200 + 8).tolist()) == 8000 * 200 + 8
+    assert time.perf_counter() - begun < 2
+
+
+def test_tables_of_a_phase_do_not_stay_after_it():
+    changed = often_changed(20)
+    tracemalloc.start()
+    try:
+        for number, mix in enumerate(changed):
+            assert mix.turns(8000 * number + 80, 8000 * number + 800)[0].size == 90
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 500_000

@@ -9,13 +9,16 @@ A *position* counts the samples of the mixture; a *source position* counts those
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from math import ceil, gcd, lcm
 from numbers import Rational
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -126,6 +129,39 @@ def _in_phases(phases: WeightsFrom, means: Sequence[Fraction], last: Any) -> Ite
         yield begin, end, total / sum(weights)
 
 
+def first_turns(weights: tuple[int, ...], count: int) -> NDArray[np.uint16]:
+    """Return the source of each of the first `count` turns of a period, as an index into `weights`.
+
+    A source is due from the turn at which it is behind by one turn minus the bound. Of the sources that are due, the
+    next turn goes to the one that would be late first: the earliest deadline, of equal ones the first source.
+    """
+    period, slack = sum(weights), max(1, 2 * sum(map(bool, weights)) - 2)
+    taken, turns = [0] * len(weights), np.empty(count, np.uint16)
+    waiting = [(-(-period // (slack * weight)) - 1, source) for source, weight in enumerate(weights) if weight]
+    heapify(waiting)
+    due: list[tuple[int, int]] = []  # by deadline, in units of 2**-40 / slack turns, which are exact enough
+    for turn in range(count):
+        while waiting and waiting[0][0] <= turn:
+            _, source = heappop(waiting)
+            deadline = (slack * (taken[source] + 1) - 1) * period
+            heappush(due, ((deadline << 40) // weights[source], source))
+        _, source = heappop(due)
+        turns[turn] = source
+        taken[source] += 1
+        heappush(waiting, (-(-period * (1 + slack * taken[source]) // (slack * weights[source])) - 1, source))
+    return turns
+
+
+@lru_cache(16)  # of the phases that a run is in, or that its epochs end in
+def _period(weights: tuple[int, ...]) -> NDArray[np.uint16]:
+    return first_turns(weights, sum(weights))
+
+
+@lru_cache(1 << 12)  # of the phases that are over
+def _counts_of(weights: tuple[int, ...], turns: int) -> tuple[int, ...]:
+    return tuple(np.bincount(first_turns(weights, turns), minlength=len(weights)).tolist())
+
+
 @dataclass(frozen=True)
 class Phase:
     """Turns of `unit` samples from the position `start` of the mixture on, in proportion to `weights`.
@@ -152,40 +188,26 @@ class Phase:
         """Return the weight of a source, 0 if the phase does not have it."""
         return self.weights[self.sources.index(source)] if source in self.sources else 0
 
-    @cached_property
-    def _table(self) -> Ints:
+    @property
+    def _table(self) -> NDArray[np.uint16]:
         """The source of each turn of a period, as an index into `sources`. Then the sequence repeats."""
-        count, period = len(self.weights), sum(self.weights)
-        taken = [0] * count
-        slack = max(1, 2 * sum(map(bool, self.weights)) - 2)
-        table = np.empty(period, np.int64)
-        for turn in range(period):
-            # In units of 1 / (slack * period). A source is due if it is behind by one turn minus the bound. Of the
-            # sources that are due, the next turn goes to the one that would be late first.
-            behind = [slack * (weight * (turn + 1) - period * taken[i]) for i, weight in enumerate(self.weights)]
-            due = [i for i in range(count) if self.weights[i] and behind[i] >= period]
-            deadlines = [((slack - 1) * period - behind[i] << 40) // self.weights[i] for i in due]
-            table[turn] = source = due[deadlines.index(min(deadlines))]
-            taken[source] += 1
-        return table
+        return _period(self.weights)
 
-    @cached_property
-    def _turns_before(self) -> Ints:
-        """The number of turns of each source before each turn of a period; shape (period + 1, sources)."""
-        one_hot = self._table[:, None] == np.arange(len(self.weights))
-        return np.concatenate([np.zeros((1, len(self.weights)), np.int64), np.cumsum(one_hot, axis=0)])
+    def counts(self, stop: int, count: int, *, over: bool = False) -> Ints:
+        """Return how many samples each of `count` sources has from the start of the phase to `stop`; shape (count,).
 
-    def counts(self, stop: int, count: int) -> Ints:
-        """Return how many samples each of `count` sources has from the start of the phase to `stop`; shape (count,)."""
-        periods, turn = divmod((stop - self.start) // self.unit, len(self._table))
+        `over`: the phase ends there, so its table is not kept.
+        """
+        periods, turn = divmod((stop - self.start) // self.unit, sum(self.weights))
+        turns = _counts_of(self.weights, turn) if over else np.bincount(self._table[:turn], minlength=len(self.weights))
         counts = np.zeros(count, np.int64)
-        counts[list(self.sources)] = (periods * np.array(self.weights, np.int64) + self._turns_before[turn]) * self.unit
+        counts[list(self.sources)] = (periods * np.array(self.weights, np.int64) + turns) * self.unit
         return counts
 
     def turns(self, start: int, stop: int) -> Ints:
         """Return the source of each turn between two positions."""
         first, last = (start - self.start) // self.unit, (stop - self.start) // self.unit
-        return np.array(self.sources)[self._table[np.arange(first, last) % len(self._table)]]
+        return np.array(self.sources)[self._table[np.arange(first, last) % sum(self.weights)]]
 
     def end_of(self, source: int, samples: int) -> int | None:
         """Return the end of the turn in which a source reaches `samples` (> 0) samples of the phase.
@@ -195,7 +217,7 @@ class Phase:
         if not self.weight(source):
             return None
         periods, turn = divmod(-(-samples // self.unit) - 1, self.weight(source))
-        turns = periods * len(self._table) + int(np.flatnonzero(self._table == self.sources.index(source))[turn]) + 1
+        turns = periods * sum(self.weights) + int(np.flatnonzero(self._table == self.sources.index(source))[turn]) + 1
         return self.start + turns * self.unit
 
 
@@ -267,21 +289,29 @@ class Mix:
         endings = [end for end in ends if end is not None]
         return min(endings) if self.stop == "first" else max(endings)
 
+    @cached_property
+    def _before(self) -> Ints:
+        """How many samples each source has before each phase; shape (phases, sources)."""
+        ended = [phase.counts(after.start, len(self.orders), over=True) for phase, after in pairwise(self.phases)]
+        return np.cumsum([np.zeros(len(self.orders), np.int64), *ended], axis=0)
+
+    def _phase_at(self, position: int) -> int:
+        return bisect_right(self.phases, position, key=attrgetter("start")) - 1
+
     def counts(self, position: int) -> Ints:
         """Return how many samples each source has before a position at which a turn begins; shape (sources,)."""
-        counts = np.zeros(len(self.orders), np.int64)
-        for phase, stop in self._until(position):
-            counts += phase.counts(stop, len(self.orders))
+        number = self._phase_at(position)
+        counts: Ints = self._before[number] + self.phases[number].counts(position, len(self.orders))
         return counts
 
     def turns(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints]:
         """Return (source, source position, position, size) of each turn between two positions at which turns begin."""
         counts = self.counts(start)
         parts = [(np.zeros(0, np.int64),) * 4]
-        for phase, end in self._until(stop):
+        first, last = self._phase_at(start), self._phase_at(max(start, stop - 1))
+        ends = (phase.start for phase in self.phases[first + 1 : last + 1])
+        for phase, end in zip(self.phases[first : last + 1], [*ends, stop], strict=True):
             begin = max(start, phase.start)
-            if begin >= end:
-                continue
             source = phase.turns(begin, end)
             source_position = np.empty(source.size, np.int64)
             for number in range(len(self.orders)):
@@ -300,13 +330,9 @@ class Mix:
         """
         if not self.phases[-1].weight(source):
             return None
-        earlier = 0
-        for phase, after in pairwise(self.phases):
-            end = phase.end_of(source, samples - earlier)
-            if end is not None and end <= after.start:
-                return end
-            earlier += int(phase.counts(after.start, len(self.orders))[source])
-        return self.phases[-1].end_of(source, samples - earlier)
+        before = self._before[:, source]
+        number = int(np.searchsorted(before[1:], samples))  # the phase in which it does
+        return self.phases[number].end_of(source, samples - int(before[number]))
 
     def samples(self, source: int, source_positions: Ints) -> Ints:
         """Return the samples, numbered in the mixture, at some positions of a source."""
@@ -319,13 +345,6 @@ class Mix:
             low, high = int(positions.min()), int(positions.max()) + 1
             samples[rows] = replace(order, epoch=epoch).samples_at(low, high)[positions - low]
         return samples + self.firsts[source]
-
-    def _until(self, position: int) -> Iterator[tuple[Phase, int]]:
-        """Yield the phases that begin before a position, with the end of each, or that position if it is earlier."""
-        ends = (phase.start for phase in self.phases[1:])
-        for phase, end in zip(self.phases, [*ends, position], strict=True):
-            if phase.start < position:
-                yield phase, min(end, position)
 
 
 @dataclass(frozen=True)
