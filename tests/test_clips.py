@@ -420,3 +420,49 @@ def test_invalid_clips_are_errors(given):
 def test_clips_by_seconds_begin_before_the_end_of_their_video():
     frames, seconds = np.array([21, 21]), np.array([2.1, 2.0])
     assert count_clips(sl.Clips(1, stride=0.3, unit="seconds"), frames, seconds).tolist() == [7, 7]
+
+
+# ---- memory
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """13 videos of 8 clips each; the size of one, which is none of those that are measured, is 25 times the others'."""
+    path = tmp_path_factory.mktemp("sizes") / "d"
+    small, large = (videos.encode("h264", 39, size=size) for size in ((48, 64), (240, 320)))
+    with sl.Writer(path, {"video": "video"}) as out:
+        out.write_batch({"video": [large if number == 2 else small for number in range(13)]})
+    return str(path)
+
+
+MEASURED = {"clips": {"video": sl.Clips(32, step=1)}, "shuffle": False, "remainder": "drop"}
+
+
+def height(sample: Any) -> dict[str, Any]:
+    return {"height": len(sample["video"][0])}
+
+
+@pytest.mark.parametrize("transform", [None, height])
+def test_the_memory_of_a_batch_of_larger_videos_than_were_measured_is_counted(transform, sizes):
+    given = {**MEASURED, "batch_size": 8, "memory": "40MB", "transform": transform}
+    with closing(dataset(sizes, **given)) as ds:
+        (clipped,) = (each.selection for each in ds._datasets)
+        assert clipped.frame_size == (48, 64)
+        batches = iter(ds)
+        assert [len(next(batches)["index"]) for _ in range(2)] == [8, 8]
+        with pytest.raises(errors.MemoryBudgetError, match=r"more memory than planned: memory=\d+ bytes .*=40000000;"):
+            next(batches)
+    for more in ({"memory": "400MB"}, {"memory": "80MB", "clips": {"video": sl.Clips(32, step=1, size=(48, 64))}}):
+        with closing(dataset(sizes, **{**given, **more})) as ds:
+            assert [set(batch["index"]) for batch in itertools.islice(ds, 3)] == [{0}, {1}, {2}]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transform_gets_clips_of_different_sizes(workers, sizes):
+    given = {**MEASURED, "clips": {"video": sl.Clips(3)}, "batch_size": 39, "num_workers": workers}
+    with closing(dataset(sizes, **given, transform=height)) as ds:
+        batch = next(iter(ds))
+    assert batch["height"].tolist() == [240 if index == 2 else 48 for index in batch["index"]]
+    assert {*batch["index"].tolist()} == {0, 1, 2}
+    with pytest.raises(errors.DecodeError, match=r"has the shape .*; give Clips\(size="):
+        list(dataset(sizes, **given))

@@ -340,7 +340,7 @@ class Stages:
         size, scratch = sum(each.variable_bytes(slot_rows, plan.step_rows) for each in self._gathered), 0
         for name, decoder in self._config.decoders.items():
             items = self._encoded[name].items(slot_rows)
-            unsized = decoder.fixed_bytes is None
+            unsized = not decoder.is_sized
             rule = self._config.rules.get(name)
             most = 1 if unsized and self._stacks(name) else len(items)  # stacked ones have one size
             headers = list(islice(self._headers(decoder, items, plan), most))
@@ -540,7 +540,7 @@ class Stages:
             views = {column: lease(shape) for column, shape in decoder.view_shapes.items()}
             batch.columns |= views
             outs = tuple(views.values())
-        elif self._stacks(name) or decoder.fixed_bytes is not None:
+        elif self._stacks(name) or decoder.is_sized:
             first = next((item for _, item, _ in self._headers(decoder, items, plan)), items[0])
             outs = lease(decoder.shape(first, int(plan.samples[0])))
             batch.columns[name] = outs[..., 0] if decoder.mask else outs
@@ -564,10 +564,11 @@ class Stages:
         return next((decoder, shared) for samples, decoder, shared in reversed(each) if samples <= before)
 
     def _sizes(self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan) -> Ints:
-        """Return the (height, width) of images, of bad ones (1, 1)."""
-        sizes = np.ones((len(items), 2), np.int64)
-        for row, _, header in self._headers(decoder, items, plan):
-            sizes[row] = header.size
+        """Return the (height, width) of images, the (frames, height, width) of clips, and 1 for each of bad ones."""
+        found = {row: header.size for row, _, header in self._headers(decoder, items, plan)}
+        sizes = np.ones((len(items), len(next(iter(found.values()), (1, 1)))), np.int64)
+        for row, size in found.items():
+            sizes[row] = size
         return sizes
 
     def _decode_part(self, batch: Batch, fields: Mapping[str, Encoded], crops: Ints, part: range, ended: Ended) -> None:

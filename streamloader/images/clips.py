@@ -59,8 +59,13 @@ class ClipDecoder(ImageDecoder):
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes of a decoded clip."""
+        """The bytes of a decoded clip, without `Clips(size=)` of the largest videos that were measured."""
         return 3 * math.prod(self.expected)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether clips have one size."""
+        return self.options.size is not None
 
     def beside(self, items: Sequence[memoryview]) -> dict[str, NDArray[Any]]:
         """Return the columns beside that of clips, which are zeros for those that are bad."""

@@ -353,6 +353,11 @@ class ImageDecoder:
         pixels = [math.prod(size) for size, _ in self.crops if size is not None]
         return sum(pixels) * self.options.channels * np.dtype(self.dtype).itemsize or None
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether each image becomes `fixed_bytes`; otherwise these, if any, are estimated."""
+        return self.fixed_bytes is not None
+
     def draws(self, seed: int, epoch: int, positions: Ints) -> list[list[float]] | None:
         """Return the random numbers that `decode` needs, a list for each position; None without a random crop."""
         if not any(isinstance(crop, RandomResizedCrop) for _, crop in self.crops):
