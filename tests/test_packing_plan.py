@@ -125,8 +125,9 @@ def test_both_implementations_find_the_same_items(extension, case, data):
     rows = np.array(data.draw(st.lists(st.integers(0, last), max_size=400)), np.int64)
     edges, none = np.zeros(rows.size + 1, np.int64), np.zeros(0, np.int64)
     count, _ = both(extension, "find", rows, tables, (edges, none, none))
-    room = np.zeros(count, np.int64)
-    assert both(extension, "find", rows, tables, (edges, room, room))[0] == count
+    for more in (0, 3):
+        room = np.zeros(count + more, np.int64)
+        assert both(extension, "find", rows, tables, (edges, room, room))[0] == count
     for beyond in (-1, last + 1):
         result, _ = both(extension, "find", np.append(rows, beyond), tables, (np.append(edges, 0), none, none))
         assert "do not match" in result
@@ -157,26 +158,25 @@ def test_both_implementations_find_documents_in_their_slots(extension, seed, blo
 
 @needs_compiler
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 4), st.sampled_from(["int32", "int64", None]))
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 9), st.sampled_from(["int32", "int64", None]))
 def test_both_implementations_place_the_same_items(extension, seed, length, step_rows, numbers):
     rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 6, 7)
+    counts, item_bytes = rng.integers(0, 6, 7), int(rng.choice([1, 2, 4]))
     edges, total = np.append(0, np.cumsum(counts)), counts.sum()
+    table = np.stack([rng.integers(0, 99, 20), item_bytes * rng.integers(0, rng.integers(1, 3 * length), 20)], axis=1)
+    table[:, 1] += rng.integers(0, 9) == 0
     documents = rng.integers(0, 2**31 if numbers == "int32" else 2**40, total)
-    pieces, lengths = rng.integers(0, 3, total), rng.integers(0, rng.integers(1, 3 * length), total)
+    items = edges, documents, rng.integers(0, 3, total), rng.integers(0, 20, total), table
     column = (7, length) if numbers else (0, 0)
-    items = edges, documents, pieces, lengths
-    out = np.zeros(total, np.int64), np.zeros(total, np.int64), np.zeros(column, numbers), np.zeros(column, np.int32)
-    cu_seqlens = np.zeros((-(-7 // step_rows), step_rows * (counts.max() + 1) + 1), np.int32)
-    results = []
+    cu_seqlens = (-(-7 // step_rows), step_rows * (counts.max() + 1) + 1) if numbers else (0, 0)
+    made = []
     for place in (extension.place, packing._place):
-        for array in (*out, cu_seqlens):
-            array[:] = 7
-        results.append(
-            (place(items, length, step_rows, (*out, cu_seqlens)), *map(np.ndarray.tolist, (*out, cu_seqlens)))
-        )
-    assert results[0][0] == results[1][0]
-    assert results[0][0] < 0 or results[0] == results[1]
+        out = [np.full(shape, 7) for shape in ((3, total), (2, 7))]
+        columns = zip((column, column, cu_seqlens), (numbers or "int32", "int32", "int32"), strict=True)
+        out += [np.full(shape, 7, dtype) for shape, dtype in columns]
+        made.append((place(items, (length, step_rows, item_bytes), tuple(out)), [array.tolist() for array in out]))
+    assert made[0][0] == made[1][0]
+    assert made[0][0] >= 0 or made[0] == made[1]
 
 
 @needs_compiler
@@ -213,6 +213,41 @@ INVALID = [
     *(([5, 5], edges, 8) for edges in ([0, 1], [0, 2, 1, 2])),
     ([1] * (2**16 + 1), [0, 2**16 + 1], 8),
 ]
+
+
+@needs_compiler
+def test_items_that_do_not_match_are_an_error_of_the_extension(extension):
+    def call(sizes=(4, 1, 4), **changed):
+        empty, of_row = np.zeros(0, np.int32), {"edges": np.array([0, 1]), "copies": np.zeros((3, 1), np.int64)}
+        of_row |= {name: np.zeros(1, np.int64) for name in ("documents", "pieces", "slot_rows")}
+        of_row |= {"table": np.array([[0, 8]]), "gaps": np.zeros((2, 1), np.int64)}
+        of_row |= dict.fromkeys(("numbers", "positions", "cu_seqlens"), empty) | changed
+        items = (of_row[name] for name in ("edges", "documents", "pieces", "slot_rows", "table"))
+        out = (of_row[name] for name in ("copies", "gaps", "numbers", "positions", "cu_seqlens"))
+        return extension.place(tuple(items), sizes, tuple(out))
+
+    assert call() == -1
+    assert call(slot_rows=np.array([1])) == call(slot_rows=np.array([-1])) == 0
+    few = np.zeros(2, np.int32)
+    changes = [{name: few} for name in ("copies", "gaps", "numbers", "positions", "cu_seqlens", "edges")]
+    changes += [{name: few[:0]} for name in ("pieces", "slot_rows", "edges")]
+    changes += [{"edges": np.array(edges)} for edges in ([0], [0, 2], [-1, 1], [1, 0])]
+    changes += [{"sizes": sizes} for sizes in ((0, 1, 4), (4, 0, 4), (4, 1, 0), (2**20, 2**20, 4), (2**40, 1, 4))]
+    for change in changes:
+        with pytest.raises(ValueError, match="do not match"):
+            call(**change)
+    known, edges, one = np.arange(4), np.array([0, 1]), np.zeros(1, np.int64)
+    assert extension.locate(known, 2, (one, edges, one), one) == -1
+    for block, firsts, ends, out in (
+        (0, 0, 1, one),
+        (5, 0, 1, one),
+        (2, 3, 1, one),
+        (2, -1, 1, one),
+        (2, 0, 2, one),
+        (2, 0, 1, one[:0]),
+    ):
+        with pytest.raises(ValueError, match="do not match"):
+            extension.locate(known, block, (np.array([firsts]), np.array([0, ends]), one), out)
 
 
 @needs_compiler

@@ -206,8 +206,8 @@ class Engine:
         if config.decoders or config.transform is not None or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
-        if config.rows:
-            size = self._row_bytes() * share.batch
+        if config.rows:  # the other columns are written while the tokens are found, not copied
+            size = self._row_bytes(beside=0) * share.batch
         shared = self.executor.workers > 0
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
@@ -261,9 +261,9 @@ class Engine:
         documents = (data.packed.most_items(block) for data, block in pairs if data.packed is not None)
         return max([share.block, *documents])
 
-    def _row_bytes(self) -> int:
-        """Return the bytes of a packed row, with those of the other columns."""
-        element, rows = ELEMENT_BYTES, self._config.rows
+    def _row_bytes(self, beside: int = ELEMENT_BYTES) -> int:
+        """Return the bytes of a packed row, with `beside` for each element in the other columns."""
+        element, rows = beside, self._config.rows
         element += sum(int(reader.layout.field.item_bytes) for name in rows for reader in self._readers(name)[:1])
         return element * max(pack.length for pack in rows.values())
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.engine.arena import Buffers
 from streamloader.engine.budget import LIVE_BATCHES
 from streamloader.engine.dataset import Dataset, first_samples
-from streamloader.engine.gather import Copy
+from streamloader.engine.gather import Copy, flat
 from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import CorruptError
 from streamloader.options import Pack
@@ -22,6 +24,8 @@ from streamloader.samples import distinct
 CU_SEQLENS, POSITIONS, DOCUMENTS = "_cu_seqlens", "_positions", "_documents"
 # The bytes of an element in them, but for documents with larger numbers than fit.
 ELEMENT_BYTES = 4 + 4
+# In the place of columns that are not written.
+NOTHING = (np.empty(0, np.int32),) * 3
 # The documents, the pieces and the edges of rows, as `Packed.items` returns them for their numbers.
 Items = tuple[Ints, Ints, Ints]
 FindItems = Callable[[Ints], Items]
@@ -90,30 +94,38 @@ def gather_rows(
     """
     (documents, pieces, edges), count = items, len(plan.rows)
     length, name = next(iter(fields.values())).length, next(iter(fields)).name
-    tables = [field.table[slot_rows].T for field in fields]
-    lengths = [table[1] // field.field.item_bytes for table, field in zip(tables, fields, strict=True)]
-    for field, table, of_field in zip(fields, tables, lengths, strict=True):
-        if not np.array_equal(of_field * field.field.item_bytes, table[1]):
-            field.check(slot_rows, plan._replace(samples=documents))
-    step_rows = min(plan.step_rows, count)
-    of_documents, of_positions = (buffers.lease((count, length), dtype, LIVE_BATCHES) for dtype in (numbers, "int32"))
+    step_rows, lease = min(plan.step_rows, count), partial(buffers.lease, usual=LIVE_BATCHES)
     cu_seqlens = np.empty((-(-count // step_rows), step_rows * segments + 1), np.int32)
-    sizes, at = np.empty((2, documents.size), np.int64)
-    out = sizes, at, of_documents, of_positions, cu_seqlens
-    padding = place((edges, documents, pieces, lengths[0]), length, step_rows, out)
-    if padding < 0 or any(not np.array_equal(lengths[0], other) for other in lengths[1:]):
-        names = ", ".join(repr(field.name) for field in fields)
-        bad = int(plan.samples[max(0, -1 - padding)])
-        problem = f"the documents of packed row {bad} of {names} have other lengths than the tables of lengths"
-        raise CorruptError(problem, "check the dataset with streamloader verify")
-    columns: dict[str, Any] = {}
-    copies = []
-    for (field, pack), (starts, _) in zip(fields.items(), tables, strict=True):
-        item = field.field.item_bytes
-        columns[field.name] = rows = buffers.lease((count, length), field.field.dtype, LIVE_BATCHES)
-        padded = (0, rows.nbytes) if padding else None
-        found = starts + pieces * (length * item), at * item, sizes * item
-        copies.append(Copy(rows, field.memory, *found, padded=padded, value=pack.pad))
-    columns |= {name + POSITIONS: of_positions, name + DOCUMENTS: of_documents}
+    beside: tuple[NDArray[Any], ...] = lease((count, length), numbers), lease((count, length), "int32"), cu_seqlens
+    columns: dict[str, Any] = {name + DOCUMENTS: beside[0], name + POSITIONS: beside[1]}
     columns[name + CU_SEQLENS] = tuple(cu_seqlens) if len(cu_seqlens) > 1 else cu_seqlens[0]
+    copies: list[Copy] = []
+    for field, pack in fields.items():
+        item_bytes, placed, gaps = field.field.item_bytes, _ints(3, documents.size), _ints(2, count)
+        given = (edges, documents, pieces, slot_rows, field.table), (length, step_rows, item_bytes)
+        if (bad := place(*given, (placed, gaps, *beside))) >= 0:
+            field.check(slot_rows, plan._replace(samples=documents))
+            raise _misfit(fields, int(plan.samples[bad]))
+        columns[field.name] = rows = lease((count, length), field.field.dtype)
+        copies.append(Copy(flat(rows), field.memory, *placed))
+        if padding := int(gaps[1].sum()) // item_bytes:
+            pad = np.full(int(gaps[1].max()) // item_bytes, pack.pad, field.field.dtype)
+            copies.append(Copy(flat(rows), flat(pad), np.zeros_like(gaps[0]), *gaps))
+        beside = NOTHING
+    lengths = [field.table[slot_rows, 1] // field.field.item_bytes for field in fields] if len(fields) > 1 else []
+    for other in lengths[1:]:
+        if np.any(differ := other != lengths[0]):
+            raise _misfit(fields, int(plan.samples[edges.searchsorted(differ.argmax(), side="right") - 1]))
     return (columns, copies), padding
+
+
+def _misfit(fields: Iterable[Chunks], row: int) -> CorruptError:
+    """Return the error of a row whose documents do not fit into it."""
+    names = ", ".join(repr(field.name) for field in fields)
+    problem = f"the documents of packed row {row} of {names} have other lengths than the tables of lengths"
+    return CorruptError(problem, "check the dataset with streamloader verify")
+
+
+def _ints(*shape: int) -> Ints:
+    """Return an uninitialized array."""
+    return np.empty(shape, np.int64)

@@ -595,7 +595,7 @@ def check_share(share: EpochShare) -> None:
 
 
 # Chunks and groups in a block of packed rows, unless an epoch then has fewer blocks than the least.
-LEAST_CHUNKS = 4
+LEAST_CHUNKS = 8
 LEAST_BLOCKS = 16
 # The numbers of samples are handled in pieces of this many bytes.
 PIECE_BYTES = 32 << 20

@@ -438,113 +438,151 @@ locate(PyObject *Py_UNUSED(module), PyObject *args)
     return missing > items ? no_match() : PyLong_FromLongLong(missing);
 }
 
-/* The columns of rows. Those beside the tokens are written only if there is memory for them. */
+/* The items of rows, and where their documents are: `table` has the first byte and the bytes of each document. */
 typedef struct {
-    int64_t rows, step_rows, length, segments; /* `segments`: of a step, with the end */
-    int64_t *sizes, *at;
+    const int64_t *edges, *documents, *pieces, *slot_rows, *table;
+    int64_t rows, count, known;
+} Items;
+
+/* What is written: of each item where it begins and where it goes, and its size; of each row where its padding goes,
+   and its size; and columns, which are NULL if they are not wanted. `segments`: of a step, with the end. */
+typedef struct {
+    int64_t length, step_rows, item_bytes, segments;
+    int64_t *starts, *at, *sizes, *gaps, *gap_sizes;
     void *numbers; /* of documents: int32, or int64 if `wide` */
     int32_t *positions, *cu_seqlens;
     int wide;
-} Columns;
+} Placed;
 
 /* Write the columns of a segment of `size` elements from `at` on: an item, or padding, whose document is -1. */
 static void
-write_segment(const Columns *columns, int64_t at, int64_t size, int64_t document)
+write_segment(const Placed *placed, int64_t at, int64_t size, int64_t document)
 {
-    if (columns->numbers && columns->wide) {
-        int64_t *out = (int64_t *)columns->numbers + at;
+    if (placed->numbers && placed->wide) {
+        int64_t *out = (int64_t *)placed->numbers + at;
         for (int64_t i = 0; i < size; i++)
             out[i] = document;
-    } else if (columns->numbers) {
-        int32_t *out = (int32_t *)columns->numbers + at;
+    } else if (placed->numbers) {
+        int32_t *out = (int32_t *)placed->numbers + at;
         for (int64_t i = 0; i < size; i++)
             out[i] = (int32_t)document;
     }
-    if (columns->positions) {
-        int32_t *out = columns->positions + at, step = document >= 0;
+    if (placed->positions) {
+        int32_t *out = placed->positions + at, step = document >= 0;
         for (int64_t i = 0; i < size; i++)
             out[i] = (int32_t)i * step;
     }
 }
 
-/* Place items in their rows. Return the elements of padding, or -1 minus the first row that is too long, or INT64_MIN
-   for arrays that do not match. */
+/* Return the elements of an item, or -1 if its document is unknown, or has a part of an element. */
 static int64_t
-place_items(const Columns *columns, const int64_t *edges, const int64_t *documents, const int64_t *pieces,
-            const int64_t *lengths, int64_t items)
+size_of(const Placed *placed, const Items *items, int64_t item)
 {
-    const int64_t length = columns->length;
-    int64_t padding = 0, segment = 0;
-    for (int64_t row = 0; row < columns->rows; row++) {
-        int64_t at = row * length, end = at + length, in_step = row % columns->step_rows;
-        int32_t *cu_seqlens = columns->cu_seqlens + row / columns->step_rows * columns->segments;
-        segment = in_step ? segment : 0;
-        if (edges[row] < 0 || edges[row] > edges[row + 1] || edges[row + 1] > items ||
-            segment + edges[row + 1] - edges[row] + 1 >= columns->segments)
-            return INT64_MIN;
-        for (int64_t item = edges[row]; item <= edges[row + 1]; item++) {
-            const int gap = item == edges[row + 1];
-            int64_t size = end - at;
-            if (!gap) {
-                const int64_t left = lengths[item] - pieces[item] * length;
-                columns->at[item] = at;
-                columns->sizes[item] = size = left < 0 ? 0 : left < length ? left : length;
-            }
-            if (size > end - at)
-                return -1 - row;
-            if (size)
-                cu_seqlens[segment++] = (int32_t)(at - (row - in_step) * length);
-            write_segment(columns, at, size, gap ? -1 : documents[item]);
-            padding += gap ? size : 0;
-            at += size;
+    const int64_t row = items->slot_rows[item];
+    if (row < 0 || row >= items->known || items->table[2 * row + 1] % placed->item_bytes)
+        return -1;
+    const int64_t size = items->table[2 * row + 1] / placed->item_bytes - items->pieces[item] * placed->length;
+    return size < 0 ? 0 : size < placed->length ? size : placed->length;
+}
+
+/* Place the items of a row, whose segments are those of its step from `segment` on. Return the next one, or -1 if they
+   do not fit. */
+static int64_t
+place_row(const Placed *placed, const Items *items, int64_t row, int64_t segment)
+{
+    const int64_t in_step = row % placed->step_rows, stop = items->edges[row + 1], end = (row + 1) * placed->length;
+    int32_t *cu_seqlens = placed->cu_seqlens + row / placed->step_rows * placed->segments;
+    int64_t at = row * placed->length;
+    for (int64_t item = items->edges[row]; item <= stop; item++) {
+        const int gap = item == stop;
+        const int64_t size = gap ? end - at : size_of(placed, items, item);
+        if (size < 0 || size > end - at)
+            return -1;
+        if (gap) {
+            placed->gaps[row] = at * placed->item_bytes;
+            placed->gap_sizes[row] = size * placed->item_bytes;
+        } else {
+            const int64_t before = items->pieces[item] * placed->length;
+            placed->starts[item] = items->table[2 * items->slot_rows[item]] + before * placed->item_bytes;
+            placed->at[item] = at * placed->item_bytes;
+            placed->sizes[item] = size * placed->item_bytes;
         }
-        if (in_step + 1 == columns->step_rows || row + 1 == columns->rows)
-            while (segment < columns->segments)
-                cu_seqlens[segment++] = (int32_t)((in_step + 1) * length);
+        if (size && placed->segments)
+            cu_seqlens[segment++] = (int32_t)(at - (row - in_step) * placed->length);
+        write_segment(placed, at, size, gap ? -1 : items->documents[item]);
+        at += size;
     }
-    return padding;
+    if (in_step + 1 == placed->step_rows || row + 1 == items->rows)
+        while (segment < placed->segments)
+            cu_seqlens[segment++] = (int32_t)((in_step + 1) * placed->length);
+    return segment;
+}
+
+/* Place the items of all rows. Return -1, or the first row whose items do not fit, or `rows` for arrays that do not
+   match. */
+static int64_t
+place_rows(const Placed *placed, const Items *items)
+{
+    int64_t segment = 0;
+    for (int64_t row = 0; row < items->rows; row++) {
+        const int64_t begin = items->edges[row], stop = items->edges[row + 1];
+        segment = row % placed->step_rows ? segment : 0;
+        if (begin < 0 || begin > stop || stop > items->count ||
+            (placed->segments && segment + stop - begin + 1 >= placed->segments))
+            return items->rows;
+        if ((segment = place_row(placed, items, row, segment)) < 0)
+            return row;
+    }
+    return -1;
 }
 
 static PyObject *
 place(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    enum { EDGES, DOCUMENTS, PIECES, LENGTHS, SIZES, AT, NUMBERS, POSITIONS, CU_SEQLENS, COUNT };
+    enum { EDGES, DOCUMENTS, PIECES, SLOT_ROWS, TABLE, COPIES, GAPS, NUMBERS, POSITIONS, CU_SEQLENS, COUNT };
     Py_buffer of[COUNT];
-    Py_ssize_t length, step_rows;
-    if (!PyArg_ParseTuple(args, "(y*y*y*y*)nn(w*w*w*w*w*)", &of[EDGES], &of[DOCUMENTS], &of[PIECES], &of[LENGTHS],
-                          &length, &step_rows, &of[SIZES], &of[AT], &of[NUMBERS], &of[POSITIONS], &of[CU_SEQLENS]))
+    Py_ssize_t length, step_rows, item_bytes;
+    if (!PyArg_ParseTuple(args, "(y*y*y*y*y*)(nnn)(w*w*w*w*w*)", &of[EDGES], &of[DOCUMENTS], &of[PIECES],
+                          &of[SLOT_ROWS], &of[TABLE], &length, &step_rows, &item_bytes, &of[COPIES], &of[GAPS],
+                          &of[NUMBERS], &of[POSITIONS], &of[CU_SEQLENS]))
         return NULL;
-    const int64_t rows = of[EDGES].len / 8 - 1, items = of[DOCUMENTS].len / 8;
-    int64_t padding = INT64_MIN;
-    if (rows >= 0 && length > 0 && length <= MAX_LENGTH && step_rows > 0 && step_rows <= INT32_MAX / length &&
-        of[PIECES].len / 8 >= items && of[LENGTHS].len / 8 >= items && of[SIZES].len / 8 >= items &&
-        of[AT].len / 8 >= items && (!of[NUMBERS].len || of[NUMBERS].len / 4 >= rows * length) &&
-        (!of[POSITIONS].len || of[POSITIONS].len / 4 >= rows * length)) {
-        const int64_t steps = (rows + step_rows - 1) / step_rows;
-        const Columns columns = {rows,
-                                 step_rows,
-                                 length,
-                                 steps ? of[CU_SEQLENS].len / 4 / steps : 0,
-                                 of[SIZES].buf,
-                                 of[AT].buf,
-                                 of[NUMBERS].len ? of[NUMBERS].buf : NULL,
-                                 of[POSITIONS].len ? of[POSITIONS].buf : NULL,
-                                 of[CU_SEQLENS].buf,
-                                 of[NUMBERS].len / 8 >= rows * length};
-        PyThreadState *released = rows * length < FEW_ELEMENTS ? NULL : PyEval_SaveThread();
-        padding = place_items(&columns, of[EDGES].buf, of[DOCUMENTS].buf, of[PIECES].buf, of[LENGTHS].buf, items);
+    const int64_t rows = of[EDGES].len / 8 - 1, count = of[DOCUMENTS].len / 8, elements = rows * length;
+    const Items items = {of[EDGES].buf, of[DOCUMENTS].buf, of[PIECES].buf,      of[SLOT_ROWS].buf,
+                         of[TABLE].buf, rows,              count,               of[TABLE].len / 16};
+    int64_t bad = rows;
+    if (rows > 0 && length > 0 && length <= MAX_LENGTH && item_bytes > 0 && step_rows > 0 &&
+        step_rows <= INT32_MAX / length && of[PIECES].len / 8 >= count && of[SLOT_ROWS].len / 8 >= count &&
+        of[COPIES].len / 24 >= count && of[GAPS].len / 16 >= rows &&
+        (!of[NUMBERS].len || of[NUMBERS].len / 4 >= elements) &&
+        (!of[POSITIONS].len || of[POSITIONS].len / 4 >= elements)) {
+        int64_t *copies = of[COPIES].buf, *gaps = of[GAPS].buf;
+        const Placed placed = {.length = length,
+                               .step_rows = step_rows,
+                               .item_bytes = item_bytes,
+                               .segments = of[CU_SEQLENS].len / 4 / ((rows + step_rows - 1) / step_rows),
+                               .starts = copies,
+                               .at = copies + count,
+                               .sizes = copies + 2 * count,
+                               .gaps = gaps,
+                               .gap_sizes = gaps + rows,
+                               .numbers = of[NUMBERS].len ? of[NUMBERS].buf : NULL,
+                               .positions = of[POSITIONS].len ? of[POSITIONS].buf : NULL,
+                               .cu_seqlens = of[CU_SEQLENS].buf,
+                               .wide = of[NUMBERS].len / 8 >= elements};
+        PyThreadState *released = elements < FEW_ELEMENTS ? NULL : PyEval_SaveThread();
+        bad = place_rows(&placed, &items);
         if (released)
             PyEval_RestoreThread(released);
     }
     release(of, COUNT);
-    return padding == INT64_MIN ? no_match() : PyLong_FromLongLong(padding);
+    return bad == rows ? no_match() : PyLong_FromLongLong(bad);
 }
 
 static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(rests, edges, length, out): see packing.py"},
     {"find", find, METH_VARARGS, "find(rows, tables, out): see packing.py"},
     {"locate", locate, METH_VARARGS, "locate(known, block, items, out): see packing.py"},
-    {"place", place, METH_VARARGS, "place(items, length, step_rows, out): see packing.py"},
+    {"place", place, METH_VARARGS, "place(items, sizes, out): see packing.py"},
     {NULL, NULL, 0, NULL},
 };
 

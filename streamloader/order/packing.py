@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,7 @@ GroupPlan = tuple[Documents, Documents, Sizes, Ints]
 GROUP_ROWS = 256
 GROUP_DOCUMENTS = 1 << 16  # so that the number of a document in its group has 16 bits
 PIECE = 1 << 19  # documents that are packed together
+USUAL_ITEMS = 8  # of a row, on average: for more, items are found twice
 
 _LABEL = b"streamloader/packing/1"
 
@@ -117,16 +118,27 @@ class Packed:
         `documents` has their numbers among all samples of the dataset, ascending within a row. Piece k of a document
         has its elements from k * length on, up to (k + 1) * length or its end.
         """
-        rows, edges = np.ascontiguousarray(rows, np.int64), np.empty(len(rows) + 1, np.int64)
-        tables = self._rows, self._groups, self._full, self._items, self._ends
-        none = np.empty(0, np.int64)
-        documents, pieces = np.empty((2, find(rows, tables, (edges, none, none))), np.int64)
-        find(rows, tables, (edges, documents, pieces))
+        documents, pieces, edges = self._find(rows)
         return documents if self.packed_from is None else self.packed_from[documents], pieces, edges
 
     def documents(self, start: int, stop: int) -> Ints:
         """Return the documents of the rows [start, stop) among all samples of the dataset, ascending and distinct."""
-        return distinct(self.items(np.arange(start, stop))[0])
+        documents = self._find(np.arange(start, stop))[0]
+        first = int(documents.min())
+        present = np.zeros(int(documents.max()) - first + 1, np.bool_)  # they are dense: this takes less than sorting
+        present[documents - first] = True
+        found: Ints = np.flatnonzero(present) + first
+        return found if self.packed_from is None else self.packed_from[found]
+
+    def _find(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the items of some rows, whose documents are numbered among the packed ones."""
+        rows, edges = np.ascontiguousarray(rows, np.int64), np.empty(len(rows) + 1, np.int64)
+        tables, room = (self._rows, self._groups, self._full, self._items, self._ends), USUAL_ITEMS * len(rows)
+        found = np.empty((2, room), np.int64)
+        if (count := find(rows, tables, (edges, *found))) > room:
+            found = np.empty((2, count), np.int64)
+            find(rows, tables, (edges, *found))
+        return found[0, :count], found[1, :count], edges
 
     def most_items(self, block: int) -> int:
         """Return the most items that rows [k * block, (k + 1) * block) have, over all k. No fewer than documents."""
@@ -250,10 +262,10 @@ def _find(rows: Ints, tables: tuple[Any, ...], out: tuple[Ints, Ints, Ints]) -> 
     at = np.repeat(starts - edges[:-1], counts) + np.arange(edges[-1])
     inside = np.empty(edges[-1], np.int64)
     inside[whole], inside[~whole] = full[places[whole]], items[at[~whole]]
-    documents[:] = documents_before[groups] + inside
+    documents[: edges[-1]] = documents_before[groups] + inside
     # a piece has the number of the pieces of its document before it, all of which are full
     first = _search(full, begin, end, inside)
-    pieces[:] = np.where(whole, places, _search(full, first, end, inside + 1)) - first
+    pieces[: edges[-1]] = np.where(whole, places, _search(full, first, end, inside + 1)) - first
     return int(edges[-1])
 
 
@@ -284,40 +296,54 @@ def _locate(known: Ints, block: int, items: tuple[Ints, Ints, Ints], out: Ints) 
     return int(missing[0]) if missing.size else -1
 
 
-def _place(items: tuple[Ints, Ints, Ints, Ints], length: int, step_rows: int, out: tuple[Any, ...]) -> int:
-    """Place the items of rows one after the other. Return the elements of padding, or -1 minus the first row too long.
+def _place(items: tuple[Ints, ...], sizes: tuple[int, int, int], out: tuple[Any, ...]) -> int:
+    """Place the items of rows one after the other. Return the first row whose items do not fit into it, or -1.
 
-    `items`: the edges of rows, and of each item its document, its piece, and the elements of the document. `out`: of
-    each item its size and the element at which it begins; of each element its document, -1 for padding, and its
-    position in its item, 0 for padding, unless these arrays are empty; and for each step of `step_rows` rows where the
-    segments begin, which are items and padding, as often as there is room followed by the end. Items without elements,
-    which are left out, are no segments.
+    `items`: the edges of rows; of each item its document, its piece, and the row of the table that has its document;
+    and this table, the first byte and the bytes of documents. `sizes`: the elements of a row, the rows of a step, and
+    the bytes of an element.
+
+    `out`: int64 of shape (3, items), the first byte of each item, the byte of all rows that it goes to, and its bytes;
+    of shape (2, rows), the byte that the padding of each row goes to, and its bytes. Three columns follow, of which
+    those that are empty are not written: of each element its document, -1 for padding, as int32 or int64, and its
+    position in its item, 0 for padding, as int32; of each step where its segments begin, which are items and padding,
+    as often as there is room followed by the end, as int32. Items without elements, which are left out, are no
+    segments. Items with a part of an element do not fit.
     """
-    edges, documents, pieces, lengths = items
-    sizes, at, numbers, positions, cu_seqlens = out
-    sizes[:] = np.clip(lengths - pieces * length, 0, length)
-    before = np.concatenate([[0], np.cumsum(sizes)])
+    (edges, documents, pieces, slot_rows, table), (length, step_rows, item_bytes) = items, sizes
+    copies, gaps, *columns = out
+    starts, size = table[slot_rows].T
+    lengths = np.clip(size // item_bytes - pieces * length, 0, length)
+    before = np.concatenate([[0], np.cumsum(lengths)])
     used = np.diff(before[edges])  # of each row
-    if used.max(initial=0) > length:
-        return -1 - int((used > length).argmax())
     count = len(used)
     row = np.repeat(np.arange(count), np.diff(edges))
-    at[:] = row * length + before[:-1] - before[edges[row]]
-    of_segments, of_documents = (
-        np.insert(values, edges[1:], more) for values, more in ((sizes, length - used), (documents, -1))
-    )
+    bad = [*np.flatnonzero(used > length)[:1].tolist(), *row[size % item_bytes > 0][:1].tolist()]
+    if bad:
+        return int(min(bad))
+    at = row * length + before[:-1] - before[edges[row]]
+    copies[:] = starts + pieces * (length * item_bytes), at * item_bytes, lengths * item_bytes
+    gaps[:] = (np.arange(count) * length + used) * item_bytes, (length - used) * item_bytes
+    pairs = (lengths, length - used), (documents, -1)
+    of_segments, of_documents = (np.insert(of_items, edges[1:], of_gaps) for of_items, of_gaps in pairs)
     of_documents, of_segments = of_documents[of_segments > 0], of_segments[of_segments > 0]
-    starts = np.cumsum(of_segments) - of_segments
+    _write_columns(of_documents, of_segments, length * step_rows, columns)
+    return -1
+
+
+def _write_columns(documents: Ints, segments: Ints, step: int, columns: Sequence[Any]) -> None:
+    """Write the columns of segments that follow one another, given their sizes. `step`: the elements of a step."""
+    numbers, positions, cu_seqlens = columns
+    starts, end = np.cumsum(segments) - segments, int(segments.sum())
     if numbers.size:
-        numbers.reshape(-1)[:] = np.repeat(of_documents, of_segments)
+        numbers.reshape(-1)[:] = np.repeat(documents, segments)
     if positions.size:
-        inside = np.arange(count * length) - np.repeat(starts, of_segments)
-        positions.reshape(-1)[:] = np.where(np.repeat(of_documents < 0, of_segments), 0, inside)
-    ends = np.minimum(count - np.arange(0, count, step_rows), step_rows) * length
-    cu_seqlens[:] = ends[:, None]
-    step, inside = np.divmod(starts, step_rows * length)
-    cu_seqlens[step, np.arange(len(starts)) - np.searchsorted(step, step)] = inside
-    return count * length - int(used.sum())
+        inside = np.arange(end) - np.repeat(starts, segments)
+        positions.reshape(-1)[:] = np.where(np.repeat(documents < 0, segments), 0, inside)
+    if cu_seqlens.size:
+        cu_seqlens[:] = np.minimum(end - np.arange(0, end, step), step)[:, None]
+        number, inside = np.divmod(starts, step)
+        cu_seqlens[number, np.arange(len(starts)) - np.searchsorted(number, number)] = inside
 
 
 try:
