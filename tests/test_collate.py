@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
@@ -314,6 +315,24 @@ def test_the_memory_that_is_counted_for_padded_steps_is_what_their_columns_take(
         assert not own or np.array_equal(of_step, expected(own, pad))
         assert all(np.array_equal(each, of_step != -3) for each in mask)
     assert columns["x_lengths"].tolist() == lengths
+
+
+def one_long(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"wave": np.ones(1_500_000 if sample["label"] == 40 else 1, np.float32)}
+
+
+def test_what_a_transform_returns_counts_in_memory_as_it_is_padded(path):
+    options: dict[str, Any] = {"batch_size": 16, "transform": one_long, "collate": {"wave": "pad"}, "num_workers": 0}
+    options |= {"fields": ["label"], "shuffle": False}
+    with closing(sl.NumpyDataset(path, memory="30MB", **options)) as dataset:
+        batches = iter(dataset)
+        assert [next(batches)["wave"].shape for _ in range(2)] == [(16, 1)] * 2
+        with pytest.raises(
+            errors.MemoryBudgetError, match=r"memory=\d+ bytes .* batches of 96000\d{3}, but memory=30000000"
+        ):
+            next(batches)
+    with closing(sl.NumpyDataset(path, memory="200MB", **options)) as dataset:
+        assert [batch["wave"].shape[1] for batch in dataset] == [1, 1, 1_500_000, 1, 1, 1]
 
 
 def test_a_sample_beyond_the_last_edge_is_an_error_that_names_it(path):

@@ -447,6 +447,7 @@ class Assembler:
         self.passes = 0  # that their consumers completed
         self.counters = memory.counters
         self._fetcher = fetcher
+        stages.needed = lambda: fetcher.ledger.needed
         # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
         self._budget = memory.budget
         # With `memory=`, the headers of images give their size.

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -325,6 +326,8 @@ class Stages:
         # a transform that workers cannot load, and the columns of transformed samples
         self._here = Threads("transform", 1, on_error)
         self._empty_sample: Sample | None = None  # for a batch without good samples
+        self._padded = deque[int](maxlen=LIVE_BATCHES)  # bytes of the padded columns of the last transformed batches
+        self.needed: Callable[[], int] = int  # the bytes of the blocks in use
         in_workers = not alone or self._shared_collate is not None
         self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
         # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
@@ -699,11 +702,21 @@ class Stages:
         if self._collate_function is not None:
             self._start_collate(batch, samples)
         elif self._batched:
-            options: dict[str, Any] = {"rules": self._config.rules, "lease": self._buffers.lease}
+            self._padded.append(0)
+            options: dict[str, Any] = {"rules": self._config.rules, "lease": self._lease_padded}
             batch.columns = collate(samples, numbers, stack, self._ragged, complete, **options)
         else:
             batch.singles = [collate([one], [number], stack) for one, number in zip(samples, numbers, strict=True)]
             batch.columns = {}
+
+    def _lease_padded(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Return memory for a padded column of transformed samples. Raises `MemoryBudgetError` if it does not fit."""
+        budget, bodies = self._blocks.budget, self._blocks.bodies
+        self._padded[-1] += math.prod(shape) * np.dtype(dtype).itemsize
+        if budget.exact:
+            budget.check(self.needed(), sum(self._padded))
+            bodies.limit(min(bodies.most, budget.body_bytes - budget.unplanned(sum(self._padded))))
+        return self._buffers.lease(shape, dtype)
 
     def _with_placeholders(
         self, batch: Batch, samples: Sequence[Sample | None], complete: Mapping[str, Any]
