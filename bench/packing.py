@@ -1,6 +1,6 @@
 """Compares packing by best fit: padding and time of streamloader, TRL and OLMo-core on the same lengths.
 
-    python bench/packing.py [--documents 100000] [--large 100000000] [--json]
+    python bench/packing.py [--documents 100000] [--large 100000000 [--balance]] [--json]
 
 The lengths are lognormal, with means that are published, and deviations of the logarithm that are assumed here:
 
@@ -23,6 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,11 @@ def compare(name: str, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def large(name: str, count: int) -> dict[str, Any]:
-    """Return time and memory of many documents, whose lengths come in pieces, and the time to find items."""
+def large(name: str, count: int, balance: bool = False) -> dict[str, Any]:
+    """Return time and memory of many documents, whose lengths come in pieces, and the time to find items.
+
+    `balance`: with the costs of rows, as `Pack(balance="attention")` needs them.
+    """
     pool = lengths_of(name, PIECE)
 
     def pieces() -> Iterator[NDArray[np.uint32]]:
@@ -103,7 +107,7 @@ def large(name: str, count: int) -> dict[str, Any]:
             yield pool[: min(PIECE, count - start)]
 
     start, cpu = time.perf_counter(), time.process_time()
-    found = Packed(pieces(), LENGTH)
+    found = Packed(pieces(), LENGTH, costs=balance)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1e3
     times = []
@@ -115,6 +119,7 @@ def large(name: str, count: int) -> dict[str, Any]:
     return {
         "lengths": name,
         "documents": count,
+        "balance": balance,
         "rows": len(found),
         "padding_percent": round(100 * (1 - found.real / (len(found) * LENGTH)), 3),
         "start_wall_s": round(wall, 1),
@@ -131,13 +136,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Padding and time of packing by best fit.")
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--large", type=int, default=0, help="the documents of the measurement of many")
+    parser.add_argument("--balance", action="store_true", help="that measurement with the costs of rows")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     lines = [line for name in DISTRIBUTIONS for line in compare(name, given.documents)]
     if given.large:
         # a process for each, since a process keeps its peak
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-            lines += pool.map(large, DISTRIBUTIONS, [given.large] * len(DISTRIBUTIONS))
+            lines += pool.map(partial(large, count=given.large, balance=given.balance), DISTRIBUTIONS)
     for line in lines:
         print(json.dumps(line) if given.json else "  ".join(f"{name} {value}" for name, value in line.items()))
 

@@ -86,8 +86,9 @@ def test_rows_equal_the_reference(case):
 def plan_of(pack, rests, edges, length):
     """What `pack` writes, and its number of rows."""
     out = np.zeros(rests.size, np.uint16), np.zeros(rests.size, np.uint32), np.zeros(edges.size - 1, np.int64)
-    rows = pack(rests, edges, length, out)
-    return rows, out[0].tolist(), out[1][:rows].tolist(), out[2].tolist()
+    costs = np.zeros(rests.size, np.uint32)
+    rows = pack(rests, edges, length, (*out, costs))
+    return rows, out[0].tolist(), out[1][:rows].tolist(), out[2].tolist(), costs[:rows].tolist()
 
 
 @needs_compiler
@@ -183,7 +184,8 @@ def test_both_implementations_place_the_same_items(extension, seed, length, step
 def test_other_threads_run_while_many_documents_are_packed(native):
     """No thread is made to give the lock away meanwhile: another one runs if packing does so itself."""
     rests, edges = np.full(1 << 20, 3, np.uint32), np.arange(0, (1 << 20) + 1, 1 << 10)
-    out = np.zeros(1 << 20, np.uint16), np.zeros(1 << 20, np.uint32), np.zeros(1 << 10, np.int64)
+    none = np.zeros(0, np.uint32)
+    out = np.zeros(1 << 20, np.uint16), np.zeros(1 << 20, np.uint32), np.zeros(1 << 10, np.int64), none
     counted, ends = [0], threading.Event()
 
     def count():
@@ -255,10 +257,12 @@ def test_items_that_do_not_match_are_an_error_of_the_extension(extension):
 def test_arrays_that_do_not_match_are_an_error(native, rests, edges, length):
     rests, edges = np.array(rests, np.uint32), np.array(edges, np.int64)
     out = np.zeros(rests.size, np.uint16), np.zeros(rests.size, np.uint32), np.zeros(4, np.int64)
+    out = *out, np.zeros(rests.size, np.uint32)
     with pytest.raises(ValueError, match="do not match"):
         native(rests, edges, length, out)
     for short in range(3):
-        less = tuple(values[: 0 if number == short else None] for number, values in enumerate(out))
+        less = tuple(values[: 0 if number == short else None] for number, values in enumerate(out[:3]))
+        less = *less, out[3]
         with pytest.raises(ValueError, match="do not match"):
             native(np.ones(2, np.uint32), np.array([0, 2]), 8, less)
 
@@ -304,7 +308,17 @@ def test_rows_can_be_read_anywhere_and_have_costs(case, data):
     copy = pickle.loads(pickle.dumps(found))
     assert rows_of(copy, chosen) == [whole[row] for row in chosen]
     squares = [sum(size_of(case, *item) ** 2 for item in row) for row in whole]
-    assert found.costs.tolist() == [cost // case.length for cost in squares]
+    assert found.costs_of(np.arange(len(found))).tolist() == [cost // case.length for cost in squares]
+
+
+@pytest.mark.parametrize(("length", "bytes_of_a_row"), [(2**16 - 1, 2), (2**16, 4), (10**6, 4)])
+def test_costs_take_two_bytes_for_each_row_that_is_not_a_full_piece_unless_it_is_long(either, length, bytes_of_a_row):
+    lengths = [3 * length, 5, length - 5, length - 1, 2 * length + 7]
+    found, plain = (Packed([np.array(lengths)], length, costs=costs) for costs in (True, False))
+    assert plain.costs is None
+    assert found.nbytes == plain.nbytes + bytes_of_a_row * 3
+    mixed = [((length - 5) ** 2 + 5**2) // length, (length - 1) ** 2 // length, 7**2 // length]
+    assert sorted(found.costs_of(np.arange(8)).tolist()) == sorted([length] * 5 + mixed)
 
 
 @settings(max_examples=100, deadline=None)

@@ -171,8 +171,7 @@ class Dataset:
     def lengths_of(self, numbers: Ints) -> NDArray[Any]:
         """Return the lengths of samples, numbered among the selected ones; of packed rows what attention costs."""
         if self.packed is not None:
-            assert self.packed.costs is not None
-            return self.packed.costs[numbers]
+            return self.packed.costs_of(numbers)
         assert self.lengths is not None
         samples = numbers if self.selection is None else self.selection[numbers]
         return self.lengths[samples]

@@ -221,7 +221,7 @@ no_match(void)
 }
 
 typedef struct {
-    Py_buffer rests, edges, items, counts, rows;
+    Py_buffer rests, edges, items, counts, rows, costs; /* `costs` may be empty */
 } Arrays;
 
 /* Return the documents of the largest group, 1 at least, or 0 for arrays that do not match. */
@@ -246,7 +246,10 @@ check(const Arrays *arrays, Py_ssize_t length)
             return 0;
         items += rests[document] != 0;
     }
-    return items > arrays->items.len / 2 || items > arrays->counts.len / 4 ? 0 : (uint32_t)most;
+    if (items > arrays->items.len / 2 || items > arrays->counts.len / 4 ||
+        (arrays->costs.len && items > arrays->costs.len / 4))
+        return 0;
+    return (uint32_t)most;
 }
 
 static int64_t
@@ -255,12 +258,19 @@ pack_groups(Packer *packer, const Arrays *arrays)
     const int64_t *edges = arrays->edges.buf;
     uint16_t *items = arrays->items.buf;
     uint32_t *counts = arrays->counts.buf;
+    uint32_t *costs = arrays->costs.len ? arrays->costs.buf : NULL;
     int64_t *rows = arrays->rows.buf, total = 0;
     for (Py_ssize_t group = 0; group < arrays->edges.len / 8 - 1; group++) {
         const uint32_t *sizes = (const uint32_t *)arrays->rests.buf + edges[group];
         rows[group] = pack_group(packer, sizes, (uint32_t)(edges[group + 1] - edges[group]), items, counts + total);
-        for (int64_t row = total; row < total + rows[group]; row++)
+        for (int64_t row = total; row < total + rows[group]; row++) {
+            uint64_t squares = 0;
+            for (uint32_t i = 0; costs && i < counts[row]; i++)
+                squares += (uint64_t)sizes[items[i]] * sizes[items[i]];
+            if (costs)
+                costs[row] = (uint32_t)(squares / packer->length);
             items += counts[row];
+        }
         total += rows[group];
     }
     return total;
@@ -271,8 +281,8 @@ pack(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Arrays arrays;
     Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "y*y*n(w*w*w*)", &arrays.rests, &arrays.edges, &length, &arrays.items, &arrays.counts,
-                          &arrays.rows))
+    if (!PyArg_ParseTuple(args, "y*y*n(w*w*w*w*)", &arrays.rests, &arrays.edges, &length, &arrays.items,
+                          &arrays.counts, &arrays.rows, &arrays.costs))
         return NULL;
     Packer packer = {0};
     int64_t total = -1;
@@ -287,6 +297,7 @@ pack(PyObject *Py_UNUSED(module), PyObject *args)
     PyBuffer_Release(&arrays.items);
     PyBuffer_Release(&arrays.counts);
     PyBuffer_Release(&arrays.rows);
+    PyBuffer_Release(&arrays.costs);
     if (!most)
         PyErr_SetString(PyExc_ValueError, "rests, edges, length and out do not match");
     else if (total < 0)

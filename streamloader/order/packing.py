@@ -31,8 +31,8 @@ __all__ = ["Packed", "find", "locate", "pack", "place"]
 Ints = NDArray[np.int64]
 Sizes = NDArray[np.uint32]
 Documents = NDArray[np.uint16]  # by their numbers in their groups
-Rows = tuple[Documents, Sizes, Ints]
-GroupPlan = tuple[Documents, Documents, Sizes, Ints]
+Rows = tuple[Documents, Sizes, Ints, Sizes]
+GroupPlan = tuple[Documents, Documents, Sizes, Sizes, Ints]
 
 GROUP_ROWS = 256
 GROUP_DOCUMENTS = 1 << 16  # so that the number of a document in its group has 16 bits
@@ -48,12 +48,11 @@ class Packed:
     `lengths`: the elements of each document, below 2**32, in arrays that follow one another. Empty documents are left
     out. With `split`, a document that is longer than a row is cut; without, it is left out and counted in `dropped`.
     They are the lengths of the samples `packed_from`, or of all samples of the dataset if it is None. With `costs`,
-    `costs` has the cost of attention to each row, the sum of the squares of the sizes of its items divided by `length`,
-    rounded down, as uint32 of shape (rows,).
+    `costs_of` knows what attention to each row costs.
 
     `real` counts the elements in all rows, the rest of which is padding. It takes 2 bytes for each document and each
-    row that is a full piece of one, and 4 for each other row; `costs` take 4 for each row. Raises `SelectionError` if
-    nothing can be packed.
+    row that is a full piece of one, and 4 for each other row. The costs of these take 2 more, or 4 if `length` is
+    65,536 or more. Raises `SelectionError` if nothing can be packed.
     """
 
     def __init__(
@@ -68,20 +67,20 @@ class Packed:
         self.length, self.packed_from, self.dropped, self.real, self._most = length, packed_from, 0, 0, 1
         digest = hashlib.sha256(_LABEL + struct.pack("<Q?", length, split))
         # bytearrays grow in place: with arrays that are concatenated, the most memory would be twice what rows take
+        cost_type: Any = np.uint16 if length < 1 << 16 else np.uint32  # a row costs `length` at most
         full, items, ends, spread, sums = bytearray(), bytearray(), bytearray(4), bytearray(), [np.zeros((4, 1), int)]
         for sizes, edges in _groups(self._count(lengths, split, digest.update), GROUP_ROWS * length):
-            plan = _pack_groups(sizes, edges, length)
+            plan = _pack_groups(sizes, edges, length, costs=costs)
             full += plan[0].data
             items += plan[1].data
             ends += plan[2].data
-            sums.append(plan[3])
+            spread += plan[3].astype(cost_type).data
+            sums.append(plan[4])
             self._most = max(self._most, int(plan[2].max(initial=1)))
-            if costs:
-                spread += _costs(sizes, edges, length, plan).data
         if not self.real:
             problem = f"pack= has no document to pack: {self.dropped} have more than {length} elements, the others none"
             raise SelectionError(problem, "give a larger length, or split=True")
-        self.digest, self.costs = digest.hexdigest(), np.frombuffer(spread, np.uint32) if costs else None
+        self.digest, self.costs = digest.hexdigest(), np.frombuffer(spread, cost_type) if costs else None
         # The full pieces come first in a group. Of each, and of each item of the other rows: its document, by its
         # number in the group. The items of these rows end at `_ends`, modulo 2**32.
         self._full, self._items = np.frombuffer(full, np.uint16), np.frombuffer(items, np.uint16)
@@ -140,6 +139,19 @@ class Packed:
             find(rows, tables, (edges, *found))
         return found[0, :count], found[1, :count], edges
 
+    def costs_of(self, rows: Ints) -> NDArray[Any]:
+        """Return the costs of attention to some rows, each the sum of the squares of its items divided by `length`.
+
+        They are rounded down. Only those that are not full pieces have one in `costs`, the others cost `length`.
+        """
+        assert self.costs is not None
+        group = np.searchsorted(self._rows, rows, side="right")
+        number = rows - self._groups[1][group]  # among the rows that are not full pieces, if it is one
+        mixed = number >= self._groups[3][group - 1]
+        found = np.full(rows.shape, self.length, self.costs.dtype)
+        found[mixed] = self.costs[number[mixed]]
+        return found
+
     def most_items(self, block: int) -> int:
         """Return the most items that rows [k * block, (k + 1) * block) have, over all k. No fewer than documents."""
         if block == 1:
@@ -170,8 +182,8 @@ def _groups(arrays: Iterable[Sizes], most: int) -> Iterator[tuple[Sizes, Ints]]:
         yield rest, np.array([0, rest.size])
 
 
-def _pack_groups(sizes: Sizes, edges: Ints, length: int) -> GroupPlan:
-    """Return what `Packed` has of some groups: full pieces, items, how many each other row has, and sums of groups.
+def _pack_groups(sizes: Sizes, edges: Ints, length: int, *, costs: bool) -> GroupPlan:
+    """Return what `Packed` has of some groups: full pieces, items, how many each other row has, its cost, and sums.
 
     The sums are documents, full pieces, items and other rows of each group, of shape (4, groups).
     """
@@ -179,32 +191,21 @@ def _pack_groups(sizes: Sizes, edges: Ints, length: int) -> GroupPlan:
     rests = sizes - pieces * np.uint32(length)
     long, first = np.flatnonzero(pieces), edges[:-1]
     inside = (long - first[np.searchsorted(edges, long, side="right") - 1]).astype(np.uint16)
-    full = np.repeat(inside, pieces[long])
-    items, counts = np.empty(np.count_nonzero(rests), np.uint16), np.empty(np.count_nonzero(rests), np.uint32)
-    others = np.empty(first.size, np.int64)
-    rows = pack(rests, edges, length, (items, counts, others))
+    full, count = np.repeat(inside, pieces[long]), np.count_nonzero(rests)
+    items, others = np.empty(count, np.uint16), np.empty(first.size, np.int64)
+    counts, cost = np.empty(count, np.uint32), np.empty(count if costs else 0, np.uint32)
+    rows = pack(rests, edges, length, (items, counts, others, cost))
     of_groups = [np.add.reduceat(values, first, dtype=np.int64) for values in (pieces, rests > 0)]
-    return full, items, counts[:rows], np.stack([np.diff(edges), *of_groups, others])
-
-
-def _costs(sizes: Sizes, edges: Ints, length: int, plan: GroupPlan) -> Sizes:
-    """Return the cost of each row of some groups, whose plan is that of `_pack_groups`."""
-    _, items, counts, sums = plan
-    squares = (sizes[items + np.repeat(edges[:-1], sums[2])] % np.uint32(length)).astype(np.uint64) ** 2
-    costs = np.full(int(sums[[1, 3]].sum()), length, np.uint32)
-    if counts.size:
-        is_full = np.repeat(np.tile([True, False], edges.size - 1), sums[[1, 3]].T.reshape(-1))
-        costs[~is_full] = np.add.reduceat(squares, np.cumsum(counts, dtype=np.int64) - counts) // np.uint64(length)
-    return costs
+    return full, items, counts[:rows], cost[:rows], np.stack([np.diff(edges), *of_groups, others])
 
 
 def _pack(rests: Sizes, edges: Ints, length: int, out: Rows) -> int:
     """Pack the remainders of each group, 0 for a document without one, by best-fit decreasing. Return the rows of all.
 
-    `out` gets the documents of the rows by their numbers in the group, how many each row has, and the rows of each
-    group.
+    `out` gets the documents of the rows by their numbers in the group, how many each row has, the rows of each group,
+    and, unless the last array is empty, the cost of each row, see `Packed.costs_of`.
     """
-    items, counts, rows = out
+    items, counts, rows, costs = out
     item = row = 0
     for group in range(edges.size - 1):
         sizes = rests[edges[group] : edges[group + 1]]
@@ -228,6 +229,8 @@ def _pack(rests: Sizes, edges: Ints, length: int, out: Rows) -> int:
                     insort(spaces, space - size)
                 free.setdefault(space - size, []).append(into)
         for documents in sorted(map(sorted, packed)):
+            if costs.size:
+                costs[row] = sum(int(size) ** 2 for size in sizes[documents]) // length
             counts[row], row = len(documents), row + 1
             items[item : item + len(documents)] = documents
             item += len(documents)
