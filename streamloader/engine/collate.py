@@ -149,9 +149,8 @@ def padded_sizes(name: str, pad: Pad, sizes: Ints, numbers: Sequence[int]) -> li
 
 def padded_widths(pad: Pad, lengths: Ints, step_rows: int) -> list[int | None]:
     """Return what values are padded to in each step, along their one axis, None beyond the last of the edges."""
-    firsts = np.arange(0, max(1, len(lengths)), step_rows)
-    longest = np.maximum.reduceat(np.append(lengths, 0), firsts)  # with 0, for a step without values
-    return [pad.padded(size) for size in longest.tolist()]
+    longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), step_rows)).tolist() if len(lengths) else [0]
+    return [pad.padded(size) for size in longest]
 
 
 def divided(array: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:

@@ -410,7 +410,7 @@ class Stages:
             for name in self.pads.keys() & {field.name for field in self._gathered}:
                 column, lengths = batch.columns[name], batch.columns[name + LENGTHS]
                 steps = column if type(column) is tuple else (column,)
-                elements = sum(math.prod(step.shape[:2]) for step in steps)
+                elements = sum(len(step) * step.shape[1] for step in steps)
                 self._counters.add(elements=elements, padding_elements=elements - int(lengths.sum()))
             self._copy(batch, copies, slot_rows)
         except StreamloaderError:
