@@ -630,8 +630,9 @@ class Join(Option):
     `Source`s; `left` may also be a join. `on`: the field with one number, text or bytes for each sample by whose values
     they are joined, or a pair of names for left and right; "index" is the number of a sample, unless there is such a
     field. None joins sample i to sample i of a dataset with as many samples. `fields`: the fields of `right` to offer,
-    default all but the key. `missing`: "raise" an error if `right` lacks the key of a selected sample, or "drop" the
-    sample. Several samples of `left` may have the same key, those of `right` may not.
+    default all but the key; `{"caption": "caption_en"}` also renames them. `missing`: "raise" an error if `right` lacks
+    the key of a selected sample, or "drop" the sample. Several samples of `left` may have the same key, those of
+    `right` may not.
 
     Raises `UsageError` for other values. Opening raises `FieldError` for keys that are missing or not unique, for a
     field that both datasets have, and for different numbers of samples.
@@ -640,13 +641,16 @@ class Join(Option):
     left: Any
     right: Any
     on: str | tuple[str, str] | None = None
-    fields: Sequence[str] | None = None
+    fields: Sequence[str] | Mapping[str, str] | None = None
     missing: Literal["raise", "drop"] = "raise"
 
     def _validate(self) -> None:
         valid = self.on is None or isinstance(self.on, str) or _is_pair(self.on, lambda name: isinstance(name, str))
         _check(self, "on", valid, 'give the name of a field, or a pair of names: on=("id", "image_id")')
-        _check(self, "fields", not isinstance(self.fields, str), "give a list of names")
+        names = [*self.fields.values()] if isinstance(self.fields, Mapping) else []
+        listed = not isinstance(self.fields, str) and all(isinstance(name, str) for name in names)
+        _check(self, "fields", listed, 'give a list of names, or a dict like {"caption": "caption_en"}')
+        _check(self, "fields", len({*names}) == len(names), "give each field a name of its own")
         _check(self, "missing", self.missing in ("raise", "drop"), 'choose "raise" or "drop"')
         _check(self, "missing", self.missing == "raise" or self.on is not None, "give on=, or leave it out")
         _check(self, "right", not isinstance(self.right, Join), "join one after the other: Join(Join(a, b), c)")

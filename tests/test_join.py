@@ -325,6 +325,77 @@ def test_a_join_may_be_joined_to_a_third_dataset(left, right, tmp_path):
     assert len(ds.state_dict()["joined"]) == 2
 
 
+RENAMED = {name: f"{name}_right" for name in RIGHT if name != "key"}
+
+
+def same(one: Any, other: Any) -> bool:
+    return one == other if isinstance(one, list) else np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_renamed_fields_have_the_values_of_the_right_side_beside_those_of_the_left(workers, right):
+    ds = stream(sl.Join(right, right, on="key", fields=RENAMED), decode=sl.Decode(size=(16, 16)), num_workers=workers)
+    assert ds.fields == {**(own := sl.open(right).fields), **{RENAMED[name]: own[name] for name in RENAMED}}
+    for batch in ds:
+        assert all(same(batch[name], batch[RENAMED[name]]) for name in RENAMED)
+        assert same(batch["tokens_offsets"], batch["tokens_right_offsets"])
+        assert batch["image_right"].shape[1:] == (16, 16, 3)
+    ds.close()
+
+
+def test_options_name_renamed_fields_as_batches_do(left, right, tmp_path):
+    join = sl.Join(left, right, on="id", fields=RENAMED)
+    for batch in stream(join, collate={"tokens_right": "pad"}, bucket_by="tokens_right", fields=["id", "tokens_right"]):
+        assert batch["tokens_right_lengths"].tolist() == [i % 5 for i in batch["id"].tolist()]
+    for batch in stream(join, pack={"tokens_right": 8}):
+        assert batch["tokens_right"].shape[1] == 8
+    rows, renamed = (
+        [batch[name].tolist() for batch in stream(each, pack={name: sl.Pack(8, fit="best")}, fields=[name])]
+        for each, name in ((sl.Join(left, right, on="id"), "tokens"), (join, "tokens_right"))
+    )
+    assert rows == renamed
+    ds = stream(join, bucket_by=lambda lengths: lengths["caption_right"], fields=["id", "caption_right"])
+    for batch in ds:
+        assert batch["caption_right"] == [right_value("caption", i) for i in batch["id"].tolist()]
+    mix = NumpyMixture({join: 1, sl.Source(join, where=slice(0, 20)): 1}, batch_size=8, weigh="caption_right")
+    assert mix.shares("caption_right") == {source: pytest.approx(0.5, abs=0.01) for source in mix.sources}
+    damaged = Path(copytree(right, tmp_path / "right"))
+    damage(damaged, "caption", 40)
+    bad = {"on_error": "mask", "max_bad": 1.0, "error_log": tmp_path / "bad.jsonl"}
+    list(stream(sl.Join(left, damaged, on="id", fields=RENAMED), **bad))
+    lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert {(line["field"], line["object"].startswith(f"{damaged}/caption/")) for line in lines} == {
+        ("caption_right", True)
+    }
+
+
+def test_names_of_fields_are_no_part_of_order_and_state(left, right):
+    plain, renamed = (sl.Join(left, right, on="id", fields=fields) for fields in (["score"], {"score": "points"}))
+    for size in (1, 2, 3):
+        one, other = (stream(join, 24 // size, world=(0, size), shuffle=LANES) for join in (plain, renamed))
+        assert take(other, 2) == take(one, 2) and other.state_dict() == one.state_dict()
+        state = json.loads(json.dumps(other.state_dict()))
+        one.load_state_dict(state), other.load_state_dict(state)
+        for batch, again in zip(one, other, strict=True):
+            assert same(batch["score"], again["points"]) and same(batch["id"], again["id"])
+
+
+def test_two_right_sides_with_the_same_fields_are_renamed_apart(left, right, tmp_path):
+    classes = {"provenance": {"classes": {"kind": ["cat", "dog"]}}}
+    with sl.Writer(tmp_path / "kinds", {"id": "int64", "kind": "int64"}, **classes) as out:
+        out.write_batch({"id": np.arange(N), "kind": np.arange(N) % 2})
+    inner = sl.Join(left, right, on="id", fields={"caption": "caption_en", "score": "kind"})
+    join = sl.Join(inner, tmp_path / "kinds", on="id", fields={"kind": "species", "id": "again"})
+    join = sl.Join(join, right, on="id", fields={"caption": "caption_de"})
+    ds = stream(join)
+    assert sorted(ds.fields) == ["again", "caption_de", "caption_en", "id", "kind", "name", "species", "x"]
+    assert ds.classes == {"species": ("cat", "dog")}
+    for batch in ds:
+        assert batch["caption_en"] == batch["caption_de"] == [right_value("caption", i) for i in batch["id"].tolist()]
+        assert same(batch["again"], batch["id"]) and same(batch["kind"] * 2, batch["id"])
+        assert same(batch["species"], batch["id"] % 2)
+
+
 def test_memory_is_bounded_and_counts_the_numbers_of_joined_samples(left, right):
     from datasets import least_memory
 
@@ -340,6 +411,18 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
     for join, kind, shown in (
         (sl.Join(left, twice, on="id", fields=[]), FieldError, r"has the keys 0, 1, 2 and \d+ more in several rows"),
         (sl.Join(left, right, on=("name", "key")), FieldError, r"both have the fields id; .*Join\(fields=\)"),
+        (
+            sl.Join(left, right, on=("name", "key")),
+            FieldError,
+            r"rename them: Join\(fields=\{'id': 'id_right', \.\.\.\}",
+        ),
+        (sl.Join(left, right, on="id", fields={"score": "x"}), FieldError, r"fields x; .*\{'score': 'x_right', \.\.\."),
+        (sl.Join(left, right, on="id", fields={"score": "X"}), FieldError, "field name 'X' is invalid"),
+        (
+            sl.Join(left, right, on="id", fields={"points": "score"}),
+            FieldError,
+            "there is no field 'points'; choose from",
+        ),
         (sl.Join(left, right, on="nope"), FieldError, "left has no field 'nope'"),
         (sl.Join(left, right, on=("id", "nope")), FieldError, "right has no field 'nope'"),
         (sl.Join(left, right, on=("id", "key")), FieldError, "text on one side and a number on the other"),
@@ -355,6 +438,8 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
     for make, shown in (
         (lambda: sl.Join(left, right, on=3), "on=3"),
         (lambda: sl.Join(left, right, on="id", fields="score"), "give a list of names"),
+        (lambda: sl.Join(left, right, on="id", fields={"score": 3}), "give a list of names, or a dict"),
+        (lambda: sl.Join(left, right, on="id", fields={"score": "a", "key": "a"}), "each field a name of its own"),
         (lambda: sl.Join(left, right, missing="drop"), "give on="),
         (lambda: sl.Join(left, right, on="id", missing="x"), "choose"),
         (lambda: sl.Join(left, sl.Join(left, right, on="id")), "one after the other"),

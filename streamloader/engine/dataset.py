@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,8 @@ class Dataset:
     `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches. `excluded`:
     the number of samples that `exclude=` leaves out. `remaining`: those of a version with deleted samples. `packed`:
     the rows that the selected samples, which are documents, are packed into. They take the place of samples then.
-    `joined`: datasets that have some of the fields, see `side`.
+    `joined`: datasets that have some of the fields, see `side`. `renamed`: the names in the manifest of those fields
+    that have other ones in batches.
 
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
@@ -56,10 +57,15 @@ class Dataset:
     lengths: NDArray[np.uint32] | None = None
     packed: Packed | None = None
     joined: tuple[tuple[Dataset, Ints | None], ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def side(self, name: str) -> tuple[Dataset, Ints | None]:
-        """Return the dataset that has a field, and the number there of each sample of this one; None: the same."""
-        return next((side for side in self.joined if name in side[0].names), (self, None))
+    def side(self, name: str) -> tuple[Dataset, Ints | None, str]:
+        """Return the dataset that has a field, the number there of each sample of this one, and the field's name there.
+
+        None instead of numbers: the same.
+        """
+        found = ((right, rows, right.renamed.get(name, name)) for right, rows in self.joined if name in right.names)
+        return next(found, (self, None, name))
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -72,10 +78,11 @@ class Dataset:
         if self.arrays is None:
             found: dict[str, FieldReader | RegionReader] = {}
             for name in self.names:
-                side = self.side(name)[0]
-                given = side.store, side.manifest, name, side.remaining
+                side, _, stored = self.side(name)
+                given = side.store, side.manifest, stored, side.remaining
                 clips = self.selection if isinstance(self.selection, Clipped) and self.selection.name == name else None
                 found[name] = FieldReader(*given) if clips is None else ClipReader(*given, clips)
+                found[name].name = name
             return found
         layouts = self.layouts
         return {name: RegionReader(self.store, name, layouts[name], self.arrays) for name in self.names}
@@ -93,14 +100,17 @@ class Dataset:
     @property
     def layouts(self) -> dict[str, FieldLayout]:
         """The layouts of the fields by name."""
-        return {name: self.side(name)[0].manifest.fields[name] for name in self.names}
+        return {name: side.manifest.fields[stored] for name in self.names for side, _, stored in [self.side(name)]}
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
         """The class names of fields, by field."""
-        sides = [(right.names, right.manifest.classes) for right, _ in self.joined]
-        joined = {name: classes[name] for names, classes in sides for name in names if name in classes}
-        return {**self.manifest.classes, **joined}
+        found = dict(self.manifest.classes)
+        for right, _ in self.joined:
+            classes = right.manifest.classes
+            stored = {name: right.renamed.get(name, name) for name in right.names}
+            found |= {name: classes[own] for name, own in stored.items() if own in classes}
+        return found
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -203,7 +213,7 @@ class Dataset:
         """
         if self.arrays is not None or self.packed is not None:
             return self.store.url
-        (side, rows), stored = self.side(name), np.array([sample])
+        (side, rows, name), stored = self.side(name), np.array([sample])
         stored = stored if rows is None else rows[stored]
         stored = stored if side.remaining is None else side.remaining[stored]
         layout = side.manifest.fields[name]
@@ -257,7 +267,7 @@ def share_readers(datasets: Sequence[Dataset]) -> None:
     for dataset in datasets:
         if dataset.arrays is None and not isinstance(dataset.selection, Clipped):
             sides = (dataset, *(right for right, _ in dataset.joined))
-            key = tuple((side.store.url, side.manifest.digest, side.names) for side in sides)
+            key = tuple((side.store.url, side.manifest.digest, side.names, *side.renamed.items()) for side in sides)
             same = first.setdefault(key, dataset)
             if [of.location for of in same.stores] == [of.location for of in dataset.stores]:  # the same credentials
                 dataset.__dict__["readers"] = same.readers
@@ -304,7 +314,7 @@ def numbers_among_all(datasets: Sequence[Dataset]) -> Callable[[Ints], Ints]:
 
 def rows_of(datasets: Sequence[Dataset], name: str) -> Callable[[Ints], Ints]:
     """Return a function from numbers among all samples to rows of a resident field of concatenated datasets."""
-    sides = [dataset.side(name) for dataset in datasets]
+    sides = [dataset.side(name)[:2] for dataset in datasets]
     firsts = np.array(first_samples(datasets, selected=False))
     starts = list(accumulate((side.manifest.num_remaining for side, _ in sides[:-1]), initial=0))
 

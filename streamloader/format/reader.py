@@ -123,7 +123,8 @@ class FieldReader:
     """Plans, fetches and decodes the chunks of one field; thread-safe.
 
     `store` has the objects of the dataset. With the `remaining` samples of a version that leaves out some, samples are
-    numbered as in that version; without, as they are stored. Raises `FieldError` for an unknown field.
+    numbered as in that version; without, as they are stored. `name` may be set to what errors and batches call the
+    field. Raises `FieldError` for an unknown field.
     """
 
     def __init__(self, store: Store, manifest: Manifest, name: str, remaining: Remaining | None = None) -> None:
@@ -141,7 +142,7 @@ class FieldReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the cached pages of the chunk table."""
-        return FieldReader, self._opened
+        return FieldReader, self._opened, {"name": self.name}
 
     @property
     def kept_bytes(self) -> int:
@@ -433,7 +434,7 @@ class FieldReader:
         layout, sizes, start, stop = self.layout, stops - starts, int(starts[0]), int(stops[-1])
         sample = shard * layout.shard + chunk * layout.chunk
         count = min(len(crcs) * layout.chunk, self._num_stored - sample)
-        run = Run(layout.shard_key(self.name, shard), start, stop, shard, chunk, sizes, crcs, sample, count)
+        run = Run(layout.shard_key(self.table.name, shard), start, stop, shard, chunk, sizes, crcs, sample, count)
         short = np.flatnonzero(run.sizes < CRC_BYTES)
         if len(short):
             problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"

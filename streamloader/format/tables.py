@@ -91,7 +91,7 @@ class ChunkTable:
 
     def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
         layout, num_samples = manifest.fields[name], manifest.num_samples
-        self._store, self._manifest, self._name, self._layout = store, manifest, name, layout
+        self._store, self._manifest, self.name, self._layout = store, manifest, name, layout
         self._shards = layout.num_shards(num_samples)
         self._page_shape = rows_per_page(layout, num_samples), layout.chunks_per_shard, 2
         self._rows, self._page_bytes = self._page_shape[0], 4 * math.prod(self._page_shape)
@@ -149,7 +149,7 @@ class ChunkTable:
         """Return the whole table, uint32 (shards, chunks, 2), and check its SHA-256. Raises as `shard`."""
         pages = [reread(partial(self._load, number)) for number in range(self._num_pages)]
         table = np.concatenate([np.zeros((0, *self._page_shape[1:]), np.uint32), *pages])[: self._shards]
-        self._check_digest(table, f"{self._store.url}/{table_path(self._name, self._manifest.generation)}")
+        self._check_digest(table, f"{self._store.url}/{table_path(self.name, self._manifest.generation)}")
         return table
 
     def _page(self, number: int) -> NDArray[np.uint32]:
@@ -178,7 +178,7 @@ class ChunkTable:
         page.loads += 1
 
     def _load(self, number: int) -> NDArray[np.uint32]:
-        path, size = page_path(self._name, number, self._manifest.generation), self._page_bytes
+        path, size = page_path(self.name, number, self._manifest.generation), self._page_bytes
         data = get_page(self._store, path, "chunk table", size, exact=True)
         page = np.frombuffer(data, "<u4").astype(np.uint32).reshape(self._page_shape)
         if self._num_pages == 1:
@@ -186,12 +186,12 @@ class ChunkTable:
         return page
 
     def _check_digest(self, table: NDArray[np.uint32], url: str) -> None:
-        if self._manifest.tables.get(self._name) not in (None, table_digest(table)):
+        if self._manifest.tables.get(self.name) not in (None, table_digest(table)):
             problem = f"the chunk table {url} is intact, but does not match the manifest"
             raise errors.ModifiedError(problem, REOPEN)
 
     def _url(self, number: int) -> str:
-        return f"{self._store.url}/{page_path(self._name, number, self._manifest.generation)}"
+        return f"{self._store.url}/{page_path(self.name, number, self._manifest.generation)}"
 
 
 LENGTHS = "_streamloader/lengths"

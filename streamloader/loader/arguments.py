@@ -261,7 +261,7 @@ def draw(source: Source, dataset: Dataset, seed: int) -> Dataset:
 
 def lengths_of(dataset: Dataset, name: str) -> NDArray[np.int64]:
     """Return the length of every sample of a field: rows of ragged ones, bytes of others. Raises `FieldError`."""
-    side, rows = dataset.side(name)
+    side, rows, name = dataset.side(name)
     lengths_table(side, name)
     lengths = read_lengths(side.store, side.manifest, name, side.remaining)
     lengths //= side.manifest.fields[name].field.item_bytes
@@ -290,7 +290,8 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
         values: Any = lengths_of(dataset, choice)
     else:
         own = () if dataset.arrays is not None else dataset.manifest.lengths
-        names = [*own, *(name for right, _ in dataset.joined for name in right.names if name in right.manifest.lengths)]
+        sides = {name: dataset.side(name) for right, _ in dataset.joined for name in right.names}
+        names = [*own, *(name for name, (right, _, stored) in sides.items() if stored in right.manifest.lengths)]
         values = np.asarray(choice({name: lengths_of(dataset, name) for name in names}))
     count = dataset.manifest.num_remaining
     whole_numbers = values.dtype.kind in "iuf" and np.all((values >= 0) & (values < 2**32) & (values % 1 == 0))

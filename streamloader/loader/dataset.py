@@ -186,7 +186,7 @@ def mean_length(dataset: Dataset, name: str) -> Fraction:
     """
     if dataset.packed is not None and name in dataset.names:
         return Fraction(dataset.packed.real, len(dataset.packed))
-    side, rows = dataset.side(name)
+    side, rows, name = dataset.side(name)
     layout = side.manifest.fields.get(name)
     if dataset.arrays is not None or layout is None or layout.field.fixed:
         problem = f"{side.store.url} has no variable-length field {name!r} to weigh by"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import FieldError, SelectionError, UsageError
 from streamloader.format.keys import check_found, find_rows, read_keys
-from streamloader.format.manifest import FieldLayout
+from streamloader.format.manifest import check_name
 from streamloader.format.reader import GAP_BYTES
 from streamloader.loader.arguments import Source, choose_fields, draw, open_dataset, sides_of
 from streamloader.options import MIB, Join
@@ -46,9 +46,13 @@ def open_join(
     taken = [name for name in offered if name in own and (fields is None or name in fields)]
     if taken:
         problem = f"{left.store.url} and {right.store.url} both have the fields {', '.join(taken)}"
-        raise FieldError(problem, "name those of the right dataset to read in Join(fields=), without these")
-    names = choose_fields({**own, **offered}, fields, columns)
-    right = replace(right, names=tuple(name for name in names if name not in own))
+        renamed = ", ".join(f"{offered[name]!r}: '{name}_right'" for name in taken)
+        remedy = "name those of the right dataset to read in Join(fields=), without these, or rename them"
+        remedy = f"{remedy}: Join(fields={{{renamed}, ...}})"
+        raise FieldError(problem, remedy)
+    layouts = {name: right.manifest.fields[stored] for name, stored in offered.items()}
+    names = choose_fields({**own, **layouts}, fields, columns)
+    right = replace(right, names=tuple(name for name in names if name not in own), renamed=offered)
     if rows is not None and join.missing == "drop":
         left = _without(left, rows < 0)
     if rows is not None and np.array_equal(rows, np.arange(len(rows))):
@@ -57,12 +61,16 @@ def open_join(
     return draw(sides[0], replace(left, names=names, joined=joined), seed)
 
 
-def _offered(join: Join, right: Dataset) -> dict[str, FieldLayout]:
-    """Return the fields of the right dataset that are offered."""
+def _offered(join: Join, right: Dataset) -> dict[str, str]:
+    """Return the fields of the right dataset that are offered: their names in batches, and in the dataset."""
     known = right.manifest.fields
     if join.fields is None:
-        return {name: layout for name, layout in known.items() if name not in join.keys[1:]}
-    return {name: known[name] for name in choose_fields(known, join.fields, ())}
+        return {name: name for name in known if name not in join.keys[1:]}
+    names = join.fields if isinstance(join.fields, Mapping) else dict(zip(join.fields, join.fields, strict=True))
+    chosen = choose_fields(known, tuple(join.fields), ())
+    for name in names.values():
+        check_name(name)
+    return {names[name]: name for name in chosen}
 
 
 def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
@@ -104,8 +112,8 @@ def describe_reads(dataset: Dataset, block: int) -> str:
     count = dataset.num_samples
     starts = np.linspace(0, max(0, count - block), min(BLOCKS, -(-count // block))).astype(np.int64).tolist()
     for name in dataset.names:
-        right, rows = dataset.side(name)
-        layout = right.manifest.fields[name]
+        right, rows, stored = dataset.side(name)
+        layout = right.manifest.fields[stored]
         if rows is None or layout.resident:
             continue
         whole, samples = min(layout.chunk, right.manifest.num_samples), right.manifest.num_samples
