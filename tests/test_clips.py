@@ -21,6 +21,7 @@ from streamloader.format.clips import Clipped, ClipReader, clip_frames, count_cl
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader
 from streamloader.format.video import VideoIndex, index_video
+from streamloader.images import clips as clips_module
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.storage import open_store
 
@@ -253,6 +254,13 @@ def test_a_frame_that_does_not_decode_is_a_bad_sample_of_its_clips_and_found_by_
     (batch,) = dataset(str(tmp_path / "d"), **clips, on_error="mask", max_bad=1.0)
     assert batch["error"].tolist() == [False] * 4 + [True, False]
     assert np.array_equal(batch["video"][3], videos.decode(good)[0][:2])
+
+
+def test_verify_reads_the_container_of_each_video_once(url, made, monkeypatch):
+    indexed = []
+    monkeypatch.setattr(clips_module, "index_video", lambda *given: indexed.append(given[2]) or index_video(*given))
+    assert sl.verify(url, decode=True).decoded == len(made)
+    assert sorted(indexed) == [*range(len(made))]
 
 
 def test_items_are_the_same_after_pickling_and_from_split_requests(long):

@@ -138,17 +138,15 @@ class VideoDecoder(ImageDecoder):
         """Return the bytes that decoding takes."""
         return len(data) + int(PICTURES * 3 * math.prod(header.size[1:]))
 
-    def decode(self, data: memoryview, sample: int, *_: Any) -> NDArray[Any]:
-        """Decode all frames, of which none is returned. Raises `DecodeError` if one is missing."""
-        expected = self.measure(data, sample).frames
+    def check(self, data: memoryview, sample: int, header: Any) -> None:
+        """Decode all frames. Raises `DecodeError` if one is missing."""
         try:
             found = count_frames(bytes(data))
         except ValueError as error:
             raise self._error(sample, data, error) from error
-        if found != expected:
-            problem = f"sample {sample} of field {self.name!r} decodes to {found} of {expected} frames"
+        if found != header.frames:
+            problem = f"sample {sample} of field {self.name!r} decodes to {found} of {header.frames} frames"
             raise DecodeError(problem, "repair or remove the video in the source and convert again")
-        return np.zeros(0)
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         problem = f"sample {sample} of field {self.name!r} does not decode as a video ({len(data)} bytes: {error})"

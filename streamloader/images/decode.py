@@ -422,6 +422,10 @@ class ImageDecoder:
         remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
         raise DecodeError(f"sample {sample} decodes to shape {shape}, others of its batch to {out.shape}", remedy)
 
+    def check(self, data: memoryview, sample: int, _header: Header) -> None:
+        """Decode an image that has this header, in memory of its own. Raises `DecodeError`."""
+        replace(self, scratch=Scratch()).decode(data, sample)
+
     def decode_views(
         self, data: memoryview, sample: int, outs: Sequence[NDArray[Any]], numbers: Sequence[float]
     ) -> None:

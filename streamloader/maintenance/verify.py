@@ -304,13 +304,11 @@ class Images:
 
     def problem(self, decoder: ImageDecoder, data: memoryview, sample: int) -> str:
         """Return why the image of a sample does not decode, empty if it does."""
-        from streamloader.images.decode import Scratch
-
         try:
             header = decoder.measure(data, sample)
             size = header.height * header.width * decoder.options.channels + decoder.scratch_bytes(data, header)
             with self._reserved(size), finished_before_exit():  # OpenCV must not end with the interpreter
-                replace(decoder, scratch=Scratch()).decode(data, sample)
+                decoder.check(data, sample, header)
         except DecodeError as error:
             if isinstance(error.__cause__, MemoryError):
                 raise error.__cause__ from None
