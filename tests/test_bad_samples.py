@@ -524,6 +524,33 @@ def test_text_that_is_no_utf8_is_a_bad_sample(kind):
     assert dataset.stats().bad_samples == 2
 
 
+class NotUtf8(str):
+    """A text that is written as other bytes."""
+
+    def encode(self, *_: Any) -> bytes:
+        return b"caf\xe9"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fields_of_a_sample_stay_together_where_texts_are_invalid_beside_a_damaged_chunk(kind, tmp_path):
+    count, invalid = 1100, {*range(5, 1100, 50)}
+    with sl.Writer(tmp_path / "d", {"name": "text", "held": "int64[128]"}, num_samples=count) as out:
+        names = [NotUtf8() if i in invalid else str(i) for i in range(count)]
+        out.write_batch({"name": names, "held": np.arange(count)[:, None] + np.zeros(128, np.int64)})
+    assert sl.open(tmp_path / "d").manifest.fields["held"].resident
+    damaged = damage(tmp_path / "d", "held", 1050)
+    bad = invalid | {*damaged}
+    assert len(damaged) == 76
+    options: dict[str, Any] = {"batch_size": 100, "with_index": True, "on_error": kind, "max_bad": 1.0}
+    seen = set[int]()
+    for batch in sl.NumpyDataset(tmp_path / "d", num_workers=0, **options):
+        for row in rows(batch, "valid"):
+            assert batch["name"][row] == str(batch["index"][row])
+            assert (batch["held"][row] == batch["index"][row]).all()
+            seen.add(int(batch["index"][row]))
+    assert seen == {*range(count)} - bad
+
+
 def doubled(samples: list[dict[str, Any]]) -> dict[str, Any]:
     for sample in samples:
         sample["label"] = sample["label"] * 2
