@@ -1,10 +1,12 @@
 """Videos: their index, what is written and converted, and frames that are decoded without their file."""
 
+import ctypes
 import io
 import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -18,9 +20,11 @@ from hypothesis import strategies as st
 import streamloader as sl
 from streamloader.conversion.sources.media import video_problem
 from streamloader.errors import FieldError, FormatError, SourceError, UsageError
+from streamloader.format import video as video_module
 from streamloader.format.keyframes import find_entries
 from streamloader.format.video import VideoIndex, decode_frames, frame_size, index_video
 
+INPUT_PADDING = 64  # AV_INPUT_BUFFER_PADDING_SIZE: zeros that FFmpeg's decoders may read after a packet
 BESIDE = {"video_index": "bytes", "video_frames": "int64", "video_seconds": "float64"}
 
 
@@ -171,14 +175,20 @@ def test_the_index_has_the_bytes_of_each_frame_with_their_checksum():
     assert index_video("video", video, 0)[0] == blob
 
 
+def with_edit(video: bytes, frames: int) -> bytes:
+    """A video whose edit list begins some frames later."""
+    changed = bytearray(video)
+    at = changed.index(b"elst") + 16
+    changed[at : at + 4] = (int.from_bytes(changed[at : at + 4], "big") + frames * 512).to_bytes(4, "big")
+    return bytes(changed)
+
+
 def test_frames_outside_of_the_edit_list_are_not_shown():
-    video = bytearray(videos.encode("h264", 40))
-    at = video.index(b"elst") + 16
-    video[at : at + 4] = (int.from_bytes(video[at : at + 4], "big") + 5 * 512).to_bytes(4, "big")
-    every, _ = videos.decode(bytes(video))
-    index = indexed(bytes(video))
+    video = with_edit(videos.encode("h264", 40), 5)
+    every, _ = videos.decode(video)
+    index = indexed(video)
     assert (len(index.pts), len(index.shown), len(every)) == (40, 35, 35)
-    assert np.array_equal(frames_of(index, bytes(video), [0, 1, 2, 30]), every[[0, 1, 2, 30]])
+    assert np.array_equal(frames_of(index, video, [0, 1, 2, 30]), every[[0, 1, 2, 30]])
 
 
 def cut(video: bytes, first: int) -> bytes:
@@ -241,6 +251,35 @@ def test_a_video_that_is_stored_turned_is_decoded_upright(turn):
     assert index.header["rotation"] % 360 in (turn, 360 - turn)
     assert frame_size(index.header) == upright[0].shape[:2]
     assert np.array_equal(frames_of(index, video, [1, 4]), [upright[1], upright[4]])
+
+
+@pytest.mark.parametrize(
+    ("video", "problem"),
+    [
+        (videos.encode(frames=5, turn=45), "it is turned by 45 degrees"),
+        (with_edit(videos.encode(frames=5), 5), "no frame is shown"),
+    ],
+)
+def test_videos_that_cannot_be_shown_upright_or_at_all_are_errors(video, problem):
+    with pytest.raises(FieldError, match=rf"'film' of sample 7 is no video that can be read: {problem}"):
+        index_video("film", video, 7)
+
+
+@pytest.mark.parametrize("kind", ["h264", "hevc", "vp9"])
+def test_decoders_find_zeros_after_each_packet(kind, monkeypatch):
+    video, packets = videos.encode(kind, 30), list[Any]()
+    index = indexed(video)
+
+    def recorded(size: int) -> Any:
+        packets.append(av.Packet(size))
+        return packets[-1]
+
+    recording = SimpleNamespace(CodecContext=av.CodecContext, Packet=recorded)
+    monkeypatch.setattr(video_module, "need", lambda _: recording)
+    frames_of(index, video, [20])
+    for packet in packets:
+        assert ctypes.string_at(packet.buffer_ptr + packet.buffer_size, INPUT_PADDING) == bytes(INPUT_PADDING)
+    assert packets
 
 
 @pytest.mark.parametrize("cut", [0, 10, 350, -1])
