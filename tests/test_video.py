@@ -119,6 +119,13 @@ def test_a_packet_is_no_key_frame_if_it_lacks_parameters_of_those_before_it():
     assert [*find_entries("h264", parameters + other, [(data, True) for data in packets])] == [True] * 4 + [False]
 
 
+def test_user_data_of_mpeg4_is_a_parameter_only_where_it_names_an_encoder():
+    layer, group, picture = b"\0\0\1\x20\xc4\x8d", b"\0\0\1\xb3\x01", b"\0\0\1\xb6\x10\x60"
+    for name, expected in ((b"12:00:0%d", [True] * 3), (b"XviD006%d", [True, False, False])):
+        packets = [group + b"\0\0\1\xb2" + name % number + picture for number in range(3)]
+        assert [*find_entries("mpeg4", layer, [(data, True) for data in packets])] == expected
+
+
 @pytest.mark.parametrize("codec", ["h264", "hevc", "mpeg4", "mpeg2video", "vp8", "vp9", "av1", "ffv1"])
 @given(data=st.binary(max_size=60), extradata=st.sampled_from([b"", b"\1" * 30]))
 def test_packets_of_any_bytes_are_key_frames_or_not(codec, data, extradata):

@@ -110,13 +110,18 @@ def _hevc(packet: bytes, extradata: bytes) -> Picture:
     return bool(slices) and 16 <= slices[0] <= 21, [unit for kind, unit in units if kind in (32, 33, 34)]
 
 
+# user data of MPEG-4 that FFmpeg's decoder reads, to decode as these encoders expect
+_ENCODERS = (b"DivX", b"XviD", b"Lavc", b"FFmpe", b"ffmpeg")
+
+
 def _mpeg4(packet: bytes, _: bytes) -> Picture:
     """An I-VOP."""
     parameters = list[bytes]()
     for unit in _after_start_codes(packet):
         if unit[0] == 0xB6:
             return unit[1] >> 6 == 0, parameters
-        parameters += [unit] * (unit[0] != 0xB3)  # which has the time of a group
+        of_user = unit[0] == 0xB2 and not unit.startswith(_ENCODERS, 1)
+        parameters += [unit] * (unit[0] != 0xB3 and not of_user)  # 0xB3: the time of a group
     return False, parameters
 
 
