@@ -18,6 +18,7 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.cli.measure import parse_packs
 from streamloader.engine.packing import row_items
+from streamloader.loader import join
 from streamloader.loader.dataset import NumpyMixture as Mixture
 from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
 from streamloader.order.packing import Packed
@@ -25,6 +26,7 @@ from streamloader.order.packing import Packed
 N, LENGTH, PAD = 700, 64, -1
 LAYOUT = sl.Layout(chunk_size=1 << 10, block_size=1 << 12, samples_per_shard=64)
 PACK = sl.Pack(LENGTH, fit="best", pad=PAD)
+PACK64 = sl.Pack(64, fit="best")
 Item = tuple[int, int]  # a document, and where it is cut
 
 
@@ -344,3 +346,26 @@ def test_a_joined_field_is_packed_like_that_of_its_left_side(tmp_path, workers):
         real = batch["tokens_documents"] >= 0
         assert np.array_equal(batch["weight"], np.where(real, batch["tokens"] % 7, 0))
         assert not {3, 7} & {*batch["tokens_documents"].ravel().tolist()}
+
+
+@pytest.mark.parametrize(("size", "block"), [(20, 40), (400, 160)])
+def test_the_first_pass_warns_of_a_packed_join_that_is_read_many_times(tmp_path, monkeypatch, size, block):
+    """The factor that it names is that of the bytes that are read, of documents that share rows or have several."""
+    monkeypatch.setattr(join, "BYTES", 0)
+    layout = sl.Layout(chunk_size=40 * size, block_size=80 * size, codec="none")
+    orders = {"tokens": np.arange(1200), "weight": np.random.default_rng(1).permutation(1200)}
+    for name, order in orders.items():
+        with sl.Writer(tmp_path / name, {"id": "int64", name: "ragged:uint8"}, layout=layout, num_samples=1200) as out:
+            for number in order.tolist():
+                out.write({"id": number, name: np.full(size - number % 3, number % 256, np.uint8)})
+    given: dict[str, Any] = {"shuffle": sl.Shuffle(block=block), "batch_size": 4}
+    alone = sl.NumpyDataset(tmp_path / "tokens", pack={"tokens": PACK64}, fields=["tokens"], num_workers=0, **given)
+    packs = {"tokens": PACK64, "weight": PACK64}
+    joined = sl.Join(tmp_path / "tokens", tmp_path / "weight", on="id")
+    both = sl.NumpyDataset(joined, pack=packs, fields=[*packs], num_workers=0, **given)
+    steps = sum(1 for _ in alone)
+    with pytest.warns(UserWarning, match=rf"blocks of {block} samples of .* chunks of 'weight'") as caught:
+        assert sum(np.array_equal(batch["tokens"], batch["weight"]) for batch in both) == steps
+    times = int(str(caught[0].message).split("about ")[1].split()[0])
+    stored = sl.open(tmp_path / "weight").manifest.fields["weight"].stored
+    assert both.stats().bytes_fetched - alone.stats().bytes_fetched == pytest.approx(times * stored, rel=0.2)

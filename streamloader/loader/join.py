@@ -107,21 +107,23 @@ def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
 def describe_reads(dataset: Dataset, block: int) -> str:
     """Return a warning if blocks of `block` samples read far more of joined datasets than their samples have, else "".
 
-    It looks at some of the blocks.
+    It looks at some of the blocks. Those of packed rows read the samples that are their documents, which several blocks
+    may have parts of.
     """
     count = dataset.num_samples
     starts = np.linspace(0, max(0, count - block), min(BLOCKS, -(-count // block))).astype(np.int64).tolist()
+    numbers = [_of_block(dataset, at, min(at + block, count)) for at in starts]
     for name in dataset.names:
         right, rows, stored = dataset.side(name)
         layout = right.manifest.fields[stored]
         if rows is None or layout.resident:
             continue
         whole, samples = min(layout.chunk, right.manifest.num_samples), right.manifest.num_samples
-        gap = min(GAP_BYTES * samples // max(1, layout.stored), block) // whole  # no request is larger than a block
-        numbers = [slice(at, at + block) if (of := dataset.selection) is None else of[at : at + block] for at in starts]
+        largest = max(map(len, numbers)) // whole  # a request has no more chunks, with the two beside the gap
+        gap = min(GAP_BYTES * samples // max(1, layout.stored) // whole, max(0, largest - 2))
         chunks = sum(_chunks_read(rows[each] // layout.chunk, gap) for each in numbers) / len(starts)
-        times = chunks * whole / min(block, count)
-        if times > TIMES and (times - 1) * layout.stored / samples * count > BYTES:
+        times = chunks * whole * count / min(block, count) / dataset.num_documents
+        if times > TIMES and (times - 1) * layout.stored / samples * dataset.num_documents > BYTES:
             return (
                 f"blocks of {block} samples of {dataset.store.url} read {chunks:.0f} chunks of {name!r}, with {whole} "
                 f"samples each, from {right.store.url}, which has another order: an epoch reads about {times:.0f} "
@@ -129,6 +131,13 @@ def describe_reads(dataset: Dataset, block: int) -> str:
                 "the same order"
             )
     return ""
+
+
+def _of_block(dataset: Dataset, start: int, stop: int) -> Ints:
+    """Return the samples that a block of the order reads, by their numbers in the left dataset."""
+    if dataset.packed is not None:
+        return dataset.packed.documents(start, stop)
+    return np.arange(start, stop) if dataset.selection is None else dataset.selection[start:stop]
 
 
 def _chunks_read(chunks: Ints, gap: int) -> int:
