@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# to compile every module would take longer than the rest, and most are never imported
+INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python $(INSTALL)
 # packages that are too heavy for everybody's environment
 INTEGRATIONS := .venv-integrations
 # more than the cores of a small machine, since many tests wait for a server or a process; a file is run by one process,
@@ -14,14 +16,15 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-quick lint types format bench bench-full bench-convert bench-cores clean test-integrations test-long
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and all tests (about six minutes)"
-	@echo "make test-python  the quick half of the tests on another Python: make test-python PYTHON=python3.13"
+	@echo "make test         lint, types and the tests (about six minutes)"
+	@echo "make test-python  what may differ there on another Python: make test-python PYTHON=python3.13"
+	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
-	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
+	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
@@ -49,29 +52,32 @@ demo: $(STAMP)
 
 # tests that measure time run after the others, one at a time
 test: lint types
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone and not long'
 	$(BIN)/python -m pytest -m alone
 
-test-python:
-	@$(MAKE) --no-print-directory test-quick LEAN=1 VENV=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+test-python: SELECTED := python and not alone and not long
+test-python-all: SELECTED := not alone
+test-python test-python-all:
+	@$(MAKE) --no-print-directory test-selected SELECTED='$(SELECTED)' LEAN=1 VENV=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-test-quick: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone' --quick
+test-selected: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m '$(SELECTED)'
 
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long'
 
 test-long: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(INTEGRATIONS), once: some minutes"
 	@$(PYTHON) -m venv $(INTEGRATIONS)
-	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --editable '.[integrations]'
 	@# LitData requires torchvision, which it imports for media only
-	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --no-deps litdata tifffile zstd
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps litdata tifffile zstd
 	@# beside torch for the CPU it cannot be imported, which those who find it would try: see tests/torchvision_of_any_build.py
-	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target $(INTEGRATIONS)/torchvision torchvision
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps --target $(INTEGRATIONS)/torchvision torchvision
 	@touch $@
 
 lint: $(STAMP)

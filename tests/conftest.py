@@ -21,30 +21,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # machines are shared: how long an example takes says nothing; with CI set, hypothesis draws the same examples each time
 settings.register_profile("unhurried", parent=settings(), deadline=None)
+settings.register_profile("long", parent=settings.get_profile("unhurried"))  # all of what amounts.py reduces
 settings.load_profile("unhurried")
 
 
-# files that --quick leaves out
-LONGEST = ["docs", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults", "workers"]
-LONGEST += ["killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory", "bad_destinations"]
+# files whose tests may differ by Python version, and by the packages that are built for it: make test-python runs them
+PYTHON = ["batch_rng", "both_ways", "cli", "codecs", "convert_engine", "convert_sources", "environments", "executor"]
+PYTHON += ["gates", "golden", "image", "leaks", "numpy", "pack", "public", "resume", "rows", "storage_conformance"]
+PYTHON += ["storage_fork", "streaming_dataset", "threads", "transform", "video", "views", "workers", "zarr_codecs"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
-FIRST = ["docs", "arrays", *LONGEST[1:], "arrays_faults", "transform", "references", "streaming_dataset", "leaks"]
+FIRST = ["docs", "arrays", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults"]
+FIRST += ["workers", "killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory"]
+FIRST += ["bad_destinations", "arrays_faults", "transform", "references", "streaming_dataset", "leaks"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick."""
-    parser.addoption("--quick", action="store_true", help="leave out the files that take longest")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of the files that are run on every Python."""
+    if item.path.name in {f"test_{name}.py" for name in PYTHON}:
+        item.add_marker("python")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files by how long they take, and leave out the longest with --quick."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files by how long they take."""
     rank = {f"test_{name}.py": number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-    if config.getoption("--quick"):
-        left_out = {f"test_{name}.py" for name in LONGEST}
-        config.hook.pytest_deselected(items=[item for item in items if item.path.name in left_out])
-        items[:] = [item for item in items if item.path.name not in left_out]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from amounts import covering, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_stores import GRIDS, PLAIN, STORES, TIMES, all_ranks, anchors, expected, samples_of, url_of, values_of
@@ -37,8 +38,7 @@ def test_the_expected_values_are_those_of_xarray(store):
             np.testing.assert_allclose(wanted, values_of(store, name).astype("f4"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("store", GRIDS)
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize(("store", "world"), covering(GRIDS, [1, 2, 3, 8]))
 def test_windows_have_the_values_of_xarray_at_any_world_size_and_across_a_resume(store, world):
     options = {"sample_axis": "time", "windows": sl.Window(3), "batch_size": 2, "seed": 5}
     before, state = all_ranks(url_of(store), world, steps=1, **options)
@@ -77,7 +77,7 @@ def _leads(lead):
     return lead if isinstance(lead, tuple) else range(1, lead + 1)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(store=st.sampled_from(GRIDS), sampling=samplings(), data=st.data())
 def test_random_windows_and_patches_have_the_values_of_xarray(store, sampling, data):
     window, offsets, leads, patch, where = sampling

@@ -284,7 +284,7 @@ def test_times_that_descend_are_in_order(tmp_path):
     assert sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time", windows=windows).num_samples == 19
 
 
-@pytest.mark.parametrize("steps", [8, 1])
+@pytest.mark.parametrize("steps", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_memory_holds_for_regions(tmp_path, steps):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
     shape = (1024, 256, 256)  # 256 MiB each: more than memory= and what a process may take beside it

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zarr
+from amounts import covering
 from commands import run
 from folder_server import folder_server
 from hypothesis import given, settings
@@ -93,9 +94,7 @@ SAMPLES = {  # with the offsets of the elements of each
 ORDERS = {"default": True, "in order": False, "large": sl.Shuffle(block=40, lanes=4), "lanes": sl.Shuffle(lanes=5)}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize(("samples", "order", "workers"), covering(SAMPLES, ORDERS, [0, 2]))
 def test_chunks_that_are_kept_are_read_once_in_all_epochs_as_planned(store, samples, order, workers):
     folder, values = store
     declared, offsets = SAMPLES[samples]

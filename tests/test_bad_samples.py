@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import transform_tasks
 import zarr
+from amounts import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -126,10 +127,12 @@ DAMAGE = [("vec", "flip"), ("large", "flip"), ("tok", "flip"), ("name", "flip"),
 DAMAGE += [("vec", "missing"), ("large", "missing"), ("name", "missing")]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("field", "how"), [*DAMAGE, ("decode", ""), ("transform", "")])
-def test_bad_samples_are_left_out_and_all_others_are_as_they_were(field, how, kind, workers, written, tmp_path):
+CAUSES = [*map(" ".join, DAMAGE), "decode", "transform"]
+
+
+@pytest.mark.parametrize(("cause", "kind", "workers"), covering(CAUSES, KINDS, [0, 2]))
+def test_bad_samples_are_left_out_and_all_others_are_as_they_were(cause, kind, workers, written, tmp_path):
+    field, _, how = cause.partition(" ")
     path, bad, options = written(), set(UNDECODABLE), {}
     if field == "decode":
         path = written(bad=UNDECODABLE)

@@ -7,6 +7,7 @@ import naive_reader
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from datasets import assert_threads_end, before_error, seen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -129,7 +130,7 @@ def test_the_memory_that_is_leased_is_at_most_a_quarter_more():
         assert nbytes <= memoryview(base).nbytes <= max(1.25 * nbytes, nbytes + 64)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory):
     """Chunks, shards, blocks and lanes of any size, empty samples, several epochs; resident fields beside them."""

@@ -287,6 +287,7 @@ def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
     assert re.fullmatch(r"\[ 25%, \d+ min left\] images streamloader: 5,000 samples/s", second)
 
 
+@pytest.mark.long
 def test_a_tiny_run_goes_from_data_to_page(tmp_path):
     command = ["-m", "bench", "--quick", "--workloads", "vectors", "--peers", "--samples", "5000"]
     command += [
@@ -314,6 +315,7 @@ def test_a_tiny_run_goes_from_data_to_page(tmp_path):
     assert "## vectors" in (tmp_path / "tiny.md").read_text()
 
 
+@pytest.mark.long
 def test_a_tiny_run_of_cores_measures_the_loader_and_its_bounds(tmp_path):
     command = ["-m", "bench.cores", "--workloads", "vectors", "--peers", "--cores", "1", "--part", "1000"]
     command += ["--each", "0.1", "--data", str(tmp_path / "data"), "--results", str(tmp_path)]

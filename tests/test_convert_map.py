@@ -14,6 +14,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zarr
+from amounts import covering
 from commands import run
 
 import streamloader as sl
@@ -57,9 +58,9 @@ def batch_as_json(batch: dict[str, Any]) -> dict[str, list[str]]:
     return {"seen": [as_json(dict(zip(batch, row, strict=True)))["seen"] for row in rows]}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.parametrize("kind", ["parquet", "feather", "jsonl", "objects"])
+@pytest.mark.parametrize(
+    ("kind", "batch", "workers"), covering(["parquet", "feather", "jsonl", "objects"], [None, 3], [0, 2])
+)
 def test_a_map_function_gets_what_no_field_holds_and_none_for_nulls(kind, batch, workers, tmp_path):
     function = as_json if batch is None else batch_as_json
     sl.convert(source(kind, tmp_path), tmp_path / "out", map=function, map_batch=batch, workers=workers)

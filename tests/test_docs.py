@@ -23,7 +23,8 @@ from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-HEAVY = ROOT / "docs" / "frameworks.md"  # needs what only tests/integrations has, which runs it
+# need what only tests/integrations has, or start many processes: test_pages.py there runs them
+HEAVY = [ROOT / "docs" / f"{name}.md" for name in ("append", "frameworks", "maintenance", "training", "video", "zarr")]
 LINKING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("formats/**/*.md"))]
 
 FENCE = re.compile(r"^```(\w*)( output)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -109,7 +110,10 @@ def reader(moto: S3Server, photos: Path, tmp_path_factory: pytest.TempPathFactor
     return Reader(moto, photos, tmp_path_factory.mktemp("reader"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != HEAVY], ids=lambda page: page.stem)
+LIGHT = [pytest.param(README, marks=pytest.mark.python), *(page for page in PAGES[1:] if blocks(page))]
+
+
+@pytest.mark.parametrize("page", [page for page in LIGHT if page not in HEAVY], ids=lambda page: page.stem)
 def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):
     check(page, reader)
 

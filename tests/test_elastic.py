@@ -6,6 +6,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytest
+from amounts import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -102,8 +104,8 @@ class Run(RuleBasedStateMachine):
             assert sorted(self.delivered) == np.sort(self.order.samples_at(0, self.cursor.position)).tolist()
 
 
-TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=30, stateful_step_count=16, deadline=None)
+TestRun = pytest.mark.hypothesis(Run.TestCase)
+TestRun.settings = settings(max_examples=examples(30), stateful_step_count=16, deadline=None)
 
 
 class MixedRun(RuleBasedStateMachine):
@@ -192,5 +194,5 @@ class MixedRun(RuleBasedStateMachine):
         assert self.delivered == expected
 
 
-TestMixedRun = MixedRun.TestCase
-TestMixedRun.settings = settings(max_examples=40, stateful_step_count=16, deadline=None)
+TestMixedRun = pytest.mark.hypothesis(MixedRun.TestCase)
+TestMixedRun.settings = settings(max_examples=examples(40), stateful_step_count=16, deadline=None)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import worker_tasks
+from amounts import covering
 from datasets import encoded, our_threads, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,17 +182,16 @@ class Sometimes(threading.Event):
         return self.random.random() < 0.5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case, folder, monkeypatch):
+@pytest.mark.parametrize(("case", "workers"), covering(CASES, WORKERS))
+def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case, workers, folder, monkeypatch):
     opened = partial(CASES[case], folder)
     expected = digests(threads := opened(num_workers=0))
     assert len(set(expected)) > 1
-    for workers in (*WORKERS, 2):
-        assert digests(ds := opened(num_workers=workers)) == expected
-        assert (ds.stats().workers, ds.stats().workers_replaced) == (workers, 0)
+    for number in (workers, 2):
+        assert digests(ds := opened(num_workers=number)) == expected
+        assert (ds.stats().workers, ds.stats().workers_replaced) == (number, 0)
         assert counts(ds) == counts(threads)
-        if workers == WORKERS[-1]:
-            monkeypatch.setattr(Executor(2)._pool, "serves", Sometimes())
+        monkeypatch.setattr(Executor(2)._pool, "serves", Sometimes())
 
 
 def test_tensors_of_a_transform_do_not_depend_on_the_number_of_workers(folder):
@@ -327,14 +327,11 @@ def test_an_error_of_a_transform_is_the_same_at_the_same_batch(arguments, folder
 WAYS = ["shape", "dtype", "other dtype", "object", "masked", "integers masked", "none", "text", "number", "list"]
 
 
-@pytest.mark.parametrize("how", [*WAYS, "keys", "missing"])
-def test_a_large_array_that_differs_from_others_of_its_batch_gives_what_threads_give(how, folder):
-    options = {"shuffle": False, "transform": worker_tasks.Differing(how)}
-    for batch_size in (8, 5, 1):
-        expected = outcome(sl.NumpyDataset(folder / "none", num_workers=0, batch_size=batch_size, **options))
-        for workers in (1, 2, 3):
-            ds = sl.NumpyDataset(folder / "none", num_workers=workers, batch_size=batch_size, **options)
-            assert outcome(ds) == expected
+@pytest.mark.parametrize(("how", "batch_size", "workers"), covering([*WAYS, "keys", "missing"], [8, 5, 1], [1, 2, 3]))
+def test_a_large_array_that_differs_from_others_of_its_batch_gives_what_threads_give(how, batch_size, workers, folder):
+    options = {"shuffle": False, "transform": worker_tasks.Differing(how), "batch_size": batch_size}
+    expected = outcome(sl.NumpyDataset(folder / "none", num_workers=0, **options))
+    assert outcome(sl.NumpyDataset(folder / "none", num_workers=workers, **options)) == expected
 
 
 def test_large_arrays_of_a_transform_are_in_shared_memory_and_stay_as_they_are(folder):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_memory import BLOCK, arena_items, memory_of
@@ -97,7 +98,7 @@ def test_blocks_that_were_to_be_used_before_a_pass_begins_are_dropped_first():
     assert [kept.drop(), kept.drop(), kept.drop()] == [0, 2, NO_SLOT]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_blocks_whatever_is_kept_used_in_part_and_dropped(data):
     slots, most = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
@@ -156,7 +157,7 @@ def uses_of(share: EpochShare) -> dict[int, float]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(runs())
 def test_the_order_tells_when_the_next_epoch_reads_a_block(run):
     share, _ = run
@@ -177,7 +178,7 @@ def test_the_order_tells_when_the_next_epoch_reads_a_block(run):
                 assert told == np.inf
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_a_mixture_tells_when_its_sources_read_a_block_again(data):
     size, unit = data.draw(st.sampled_from((1, 2))), 4

@@ -10,6 +10,7 @@ import datasets
 import fsspec
 import numpy as np
 import pytest
+from amounts import examples
 from datasets import assert_threads_end, before_error, least_memory, seen
 from folder_server import folder_server
 from hypothesis import HealthCheck, given, settings
@@ -32,7 +33,7 @@ def folder(data: Any) -> Path:
     return Path(data(512, "x", "label"))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:.* consumers .* lanes", "ignore:.* ranks are more than")
 def test_every_geometry_delivers_the_plan_in_the_memory_it_asks_for(data):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +102,7 @@ def check_replay(share: Share, start: int, steps_at_once: int = 1) -> Engine:
     return engine
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(runs(), st.just(1) | st.integers(2, 9), st.booleans())
 def test_replay_gives_the_samples_of_the_positions_within_the_slots(run, steps_at_once, short):
     share, start = run

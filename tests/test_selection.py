@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from amounts import examples
 from datasets import numbers, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,7 +133,7 @@ def test_every_selected_sample_comes_once_an_epoch_and_no_other(url, where, expe
 
 
 @pytest.mark.filterwarnings("ignore:.*blocks are read about")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_the_order_is_the_same_at_every_world_size(url, data):
     chosen = sorted(data.draw(st.sets(st.integers(0, N - 1), min_size=30, max_size=200)))

@@ -61,6 +61,7 @@ def test_each_mixer_holds_what_streamloader_does_where_an_option_sets_it():
     assert memory - 2 * SETTING.shard < 2 * int(options["chunk"]) <= memory
 
 
+@pytest.mark.long
 def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch):
     monkeypatch.setattr(venvs, "make", lambda peer, say: "")  # the development environment has this one
     monkeypatch.setattr(venvs, "python_of", lambda peer: Path(sys.executable))

@@ -528,7 +528,10 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("csv", "zstd"), ("jsonl", "gzip"), ("csv", "")])
+LONGER = [pytest.param("csv", packed, marks=pytest.mark.long) for packed in ("zstd", "")]
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("jsonl", "gzip"), *LONGER])
 def test_memory_is_bounded_however_large_a_file_unpacks(kind, packed, tmp_path):
     head, line = (b"n,t\n", b"%d,") if kind == "csv" else (b"", b'{"n":%d,"t":"')
     tail = b"x" * 9000 + (b"\n" if kind == "csv" else b'"}\n')

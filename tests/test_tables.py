@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from amounts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_stores import STORES, all_ranks
@@ -56,7 +57,7 @@ def test_rows_have_the_values_of_anndata_at_any_world_size_and_across_a_resume(s
     assert sorted(seen) == list(range(37))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_matrices_are_read_back(tmp_path, data):
     """Rows of any length, chunks of any size, shards or none, any selection, twice: blocks are kept."""

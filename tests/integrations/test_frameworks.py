@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
-from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
 from test_kill import descendants, entries
 from torch.utils.data import DataLoader
 from torchrun import TESTS, environment, run_python, stopping_at
@@ -85,10 +84,6 @@ def assert_exactly_once(runs: list[dict[int, list[int]]], url: str) -> None:
     count = Counter(number for index in last.values() for number in index)
     assert set(count) == set(range(len(sl.open(url, split="train"))))
     assert set(count.values()) == {EPOCHS}
-
-
-def test_the_page_prints_what_it_says(reader):  # noqa: F811 - the fixture
-    check(HEAVY, reader)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

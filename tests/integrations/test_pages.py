@@ -1,0 +1,9 @@
+"""The pages of the documentation that need packages of their own, or start many processes."""
+
+import pytest
+from test_docs import HEAVY, check, photos, reader  # noqa: F401 - two fixtures
+
+
+@pytest.mark.parametrize("page", HEAVY, ids=lambda page: page.stem)
+def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):  # noqa: F811 - the fixture
+    check(page, reader)
