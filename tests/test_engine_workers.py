@@ -349,8 +349,10 @@ def test_large_arrays_of_a_transform_are_in_shared_memory_and_stay_as_they_are(f
     assert digests(lists) == digests(batch["optional"] for batch in again)
 
 
-@pytest.mark.parametrize("case", ["none", "images", "transform of samples", "windows", "mixture"])
-@pytest.mark.parametrize("begun", [0, 1, 3])
+KINDS = ["none", "images", "transform of samples", "windows", "mixture"]
+
+
+@pytest.mark.parametrize(("case", "begun"), covering(KINDS, [0, 1, 3]))
 def test_closing_in_the_middle_leaves_no_thread_and_no_memory(case, begun, folder):
     gc.collect()
     arena = Executor(2).arena

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -145,7 +146,7 @@ def steps_of(ranks: list[Any], count: int | None = None) -> list[Rows]:
     return [sum(step, Counter()) for step in zip(*by_rank, strict=True)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(runs(), st.integers(0, 9), st.sampled_from([(1, 3), (2, 1), (3, 2), (2, 4)]))
 def test_runs_have_the_same_steps_at_any_world_size_and_go_on_at_another(urls, run, done, sizes):
     before, after = ([opened(urls, run, (rank, size)) for rank in range(size)] for size in sizes)
@@ -169,7 +170,7 @@ def shown(batches: Iterator[Mapping[str, Any]]) -> list[str]:
         return [repr({name: batch[name] for name in sorted(batch)}) for batch in batches]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(runs(), st.integers(0, 9), st.sampled_from([(0, 1), (1, 2), (2, 3)]))
 def test_a_rank_goes_on_exactly_and_knows_its_samples_without_reading(urls, run, done, world):
     whole, again = (opened(urls, run, world) for _ in range(2))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_order
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_the_steps_of_a_window_have_the_lengths_of_a_lane_in_order(made):
             assert np.array_equal(np.sort(of_lane.sum(axis=1)), in_order.sum(axis=1))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shares())
 def test_global_batches_are_the_same_at_any_world_size(made):
     share, _ = made
@@ -107,6 +108,7 @@ def test_global_batches_are_the_same_at_any_world_size(made):
             assert samples == expected
 
 
+@settings(max_examples=examples(100))
 @given(shares(), st.integers(1, 3), st.integers(0, 40))
 def test_a_schedule_has_each_row_in_a_block_that_is_open_and_no_more_blocks_than_it_declares(made, at_once, begun):
     check_schedule(made[0], at_once, begun)

@@ -335,7 +335,7 @@ print("left")
 """
 
 
-@pytest.mark.parametrize("work", ["decode", "transform"])
+@pytest.mark.parametrize("work", ["decode", pytest.param("transform", marks=pytest.mark.long)])
 def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
     done = run_python("-c", LEAVING, folder / "jpeg", work)
     assert (done.stdout, done.stderr) == ("left\n", "")
