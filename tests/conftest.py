@@ -27,7 +27,7 @@ settings.load_profile("unhurried")
 
 # files whose tests may differ by Python version, and by the packages that are built for it: make test-python runs them
 PYTHON = ["batch_rng", "both_ways", "cli", "codecs", "convert_engine", "convert_sources", "environments", "executor"]
-PYTHON += ["gates", "golden", "image", "leaks", "numpy", "pack", "public", "resume", "rows", "storage_conformance"]
+PYTHON += ["golden", "image", "leaks", "numpy", "pack", "public", "resume", "rows", "storage_conformance"]
 PYTHON += ["storage_fork", "streaming_dataset", "threads", "transform", "video", "views", "workers", "zarr_codecs"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
 FIRST = ["docs", "arrays", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults"]

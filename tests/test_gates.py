@@ -298,10 +298,12 @@ print([name for name in sl.__all__ if type(getattr(sl, name)).__name__ == 'modul
 """
 
 
+@pytest.mark.python
 def test_each_step_imports_only_what_it_needs_and_starts_nothing(data):
     assert run_python("-c", IMPORTS, data(64, "x", "label")).stdout.splitlines() == ["[] 1 1", "False", "True []"]
 
 
+@pytest.mark.python
 def test_importing_every_module_starts_no_thread_and_hides_no_public_name():
     assert run_python("-c", EVERY_MODULE).stdout.splitlines() == ["['MainThread']", "['errors']"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from amounts import examples
+from amounts import covering, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_memory import BLOCK, arena_items, memory_of
@@ -262,9 +262,7 @@ ORDERS: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", [*FIELDS, "arrays"])
+@pytest.mark.parametrize(("name", "order", "workers"), covering([*FIELDS, "arrays"], ORDERS, [0, 2]))
 def test_what_fits_into_memory_is_read_once(folder, name, order, workers):
     shuffle, shared = ORDERS[order]
     expected, _ = epochs(folder, name, 4, shuffle=shuffle)
@@ -300,8 +298,7 @@ def test_the_sources_of_a_mixture_are_read_once(folder, workers):
     assert found[1][1][3] == found[1][1][1] < found[0][1][1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["rows", "large rows", "bytes", "both", "arrays"])
+@pytest.mark.parametrize(("name", "workers"), covering(["rows", "large rows", "bytes", "both", "arrays"], [0, 2]))
 def test_what_fits_in_part_is_read_less(folder, monkeypatch, name, workers):
     """Each block that is kept at the end of an epoch saves its requests in the next one."""
     allot, found = engine.allot, {}
