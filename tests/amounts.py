@@ -16,6 +16,11 @@ def examples(count: int) -> int:
     return count if settings.get_current_profile_name() == "long" else max(5, count // 5)
 
 
+def longer(*values: Any) -> Any:
+    """Values of parameters that only `make test-long` takes."""
+    return pytest.param(*values, marks=LONG)
+
+
 def covering(*axes: Iterable[Any], together: int = 1) -> list[Any]:
     """The product of axes as parameters of a test, all marked `long` but a few.
 

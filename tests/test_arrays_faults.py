@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from amounts import longer
 from conversions import wait_for
 from datasets import assert_threads_end
 from folder_server import folder_server, location
@@ -284,7 +285,7 @@ def test_times_that_descend_are_in_order(tmp_path):
     assert sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time", windows=windows).num_samples == 19
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [8, longer(1)])
 def test_memory_holds_for_regions(tmp_path, steps):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
     shape = (1024, 256, 256)  # 256 MiB each: more than memory= and what a process may take beside it

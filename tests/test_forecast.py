@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from amounts import longer
 from commands import run
 from folder_server import folder_server
 from PIL import Image
@@ -180,10 +181,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in LENGTHS]
 
 
-CHOICES = [(None, "first", 2), (None, "last", 1), ("tok", "first", 1)]
-
-
-@pytest.mark.parametrize(("weigh", "stop", "size"), [*CHOICES, pytest.param("tok", "last", 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("weigh", "stop", "size"), [(None, "first", 2), (None, "last", 1), ("tok", "first", 1), longer("tok", "last", 2)]
+)
 def test_the_shares_of_a_mixture_are_those_of_the_epoch_that_follows(sources, weigh, stop, size):
     chosen, weights = ForecastOptions(size, batch_size=16, fields=("tok",)), (0.6, 0.3, 0.1)
     planned = forecast_mixture(list(zip(sources, weights, strict=True)), chosen, weigh=weigh, stop=stop)

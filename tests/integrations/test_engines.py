@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import zarr
+from amounts import covering
 from commands import COMMAND
 from conversions import HELD, contents
 from engine_tasks import Run
@@ -240,8 +241,7 @@ def convert(engine, source, tmp_path, out, program=COMMAND):
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("source", ["it.npz", "it.zarr"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "source"), covering(ENGINES, ["it.npz", "it.zarr"]))
 def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, source, tmp_path, work):
     subprocess.run(convert("local", source, tmp_path, "expected"), check=True)
     rng = random.Random(f"{os.environ.get('STREAMLOADER_TEST_SEED', '0')} {engine}")

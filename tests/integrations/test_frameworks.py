@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
+from amounts import covering, longer
 from test_kill import descendants, entries
 from torch.utils.data import DataLoader
 from torchrun import TESTS, environment, run_python, stopping_at
@@ -19,7 +20,6 @@ from streamloader.cli.main import main as streamloader
 from streamloader.demo.run import write_photographs
 
 EXAMPLES = TESTS.parent / "examples"
-FRAMEWORKS = ["accelerate", "lightning", "transformers"]
 EPOCHS = 3
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 
@@ -86,7 +86,7 @@ def assert_exactly_once(runs: list[dict[int, list[int]]], url: str) -> None:
     assert set(count.values()) == {EPOCHS}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["lightning", *map(longer, ("accelerate", "transformers"))])
 def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(framework, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
     assert "end at step 9, epoch 1" in runs.run(2, "--steps", "9")
@@ -99,7 +99,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(frame
     assert again == {step: sorted(second[step]) for step in again}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["accelerate", "transformers", longer("lightning")])
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
     with runs.start(2, until="step 14") as process:  # of 18: a run that has ended is not resumed
@@ -129,9 +129,9 @@ def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp
     assert ended == train("whole", 8).splitlines()[-1]
 
 
-@pytest.mark.parametrize("batch_size", [16, None])
-@pytest.mark.parametrize("workers", ["", "fork", "spawn"])
-@pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.parametrize(
+    ("dispatch", "workers", "batch_size"), covering([True, False], ["", "fork", "spawn"], [16, None])
+)
 def test_accelerate_that_would_split_a_part_of_the_ranks_is_refused(url, batch_size, workers, dispatch):
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": workers} if workers else {}
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import datasets
 import pytest
+from amounts import longer
 from folder_server import folder_server
 from servers import seaweedfs_server
 from torchrun import command, environment
@@ -292,7 +293,6 @@ def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path):
 
 SAMPLES = 1003
 EPOCHS = 3
-KILLS = 12
 WORLDS = (1, 2, 3, 4)  # 3 does not divide the lanes
 MOST_STEPS = 20  # of one rank there are 378
 
@@ -329,7 +329,8 @@ def taken(folder: Path, attempt: int) -> dict[Place, list[int]]:
     return found
 
 
-def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(tmp_path):
+@pytest.mark.parametrize("kills_wanted", [3, longer(12)])
+def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(kills_wanted, tmp_path):
     datasets.write(tmp_path / "data", SAMPLES, ["x"])
     draw = random.Random(0)
     kept: dict[Place, list[int]] = {}
@@ -339,7 +340,7 @@ def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(tmp_pa
         begin = state["epoch"], state["position"]
         kept = {place: samples for place, samples in kept.items() if place <= begin}  # later steps are run again
         ranks = draw.choice(WORLDS)
-        steps = draw.randint(1, MOST_STEPS) if attempt < KILLS else None
+        steps = draw.randint(1, MOST_STEPS) if attempt < kills_wanted else None
         ended = killed(tmp_path / "data", tmp_path, attempt, ranks, steps)
         steps_taken = taken(tmp_path, attempt)
         assert all(place > begin for place in steps_taken)
