@@ -272,6 +272,40 @@ def test_videos_that_cannot_be_shown_upright_or_at_all_are_errors(video, problem
         index_video("film", video, 7)
 
 
+def box(video: bytes, name: bytes) -> slice:
+    begin = video.index(name) - 4
+    return slice(begin, begin + int.from_bytes(video[begin : begin + 4], "big"))
+
+
+def with_second_entry(video: bytes, other: bytes) -> bytes:
+    """An MP4 video whose frames from 24 on have the sample entry of another one."""
+    entry, second = (each[box(each, b"stsd")][16:] for each in (video, other))
+    first, *sizes = struct.unpack(">61I", video[box(video, b"stco")][16:] + video[box(video, b"stsz")][20:])
+    tables = {
+        b"stsd": struct.pack(">2I", 0, 2) + entry + second,
+        b"stsc": struct.pack(">8I", 0, 2, 1, 24, 1, 2, 36, 2),
+        b"stco": struct.pack(">4I", 0, 2, first, first + sum(sizes[:24])),
+    }
+    changed = video
+    for name, table in tables.items():
+        at = box(changed, name)
+        changed = changed[: at.start] + struct.pack(">I4s", len(table) + 8, name) + table + changed[at.stop :]
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"stbl"):
+        at = box(changed, name)
+        size = at.stop - at.start + len(changed) - len(video)
+        changed = changed[: at.start] + size.to_bytes(4, "big") + changed[at.start + 4 :]
+    return changed
+
+
+def test_a_video_whose_parameters_change_is_an_error_unless_they_are_the_same():
+    video = videos.encode("h264")
+    alike = with_second_entry(video, video)
+    assert np.array_equal(frames_of(indexed(alike), alike, [*range(60)]), videos.decode(video)[0])
+    changed = with_second_entry(video, videos.encode("h264", size=(96, 128)))
+    with pytest.raises(FieldError, match="'film' of sample 7 has other parameters from frame 24 on"):
+        index_video("film", changed, 7)
+
+
 @pytest.mark.parametrize("kind", ["h264", "hevc", "vp9"])
 def test_decoders_find_zeros_after_each_packet(kind, monkeypatch):
     video, packets = videos.encode(kind, 30), list[Any]()

@@ -30,6 +30,7 @@ BESIDE = {"index": Field("bytes"), "frames": Field("tensor", "int64"), "seconds"
 KEY, HIDDEN = 1, 2  # flags of a frame: decoding can begin there; it is decoded, but not shown
 CONTAINERS = ("mp4", "mov", "matroska", "webm")
 HEADER_BYTES = 64  # Matroska has up to so many before the bytes of a frame
+CHANGED = "new_extradata"  # of packets from which on a file states other parameters
 # the columns of the index, one value for each frame
 _COLUMNS = (("pts", "<i8"), ("starts", "<i8"), ("sizes", "<u4"), ("crcs", "<u4"), ("flags", "u1"))
 # FFmpeg's own decoder of AV1 needs a GPU
@@ -140,12 +141,17 @@ def _columns(
 ) -> dict[str, NDArray[Any]]:
     """Return the columns of the index."""
     rows, parts = [], ((bytes(packet), packet.is_keyframe) for packet in packets)
-    entries = find_entries(header["codec"], bytes.fromhex(header["extradata"]), parts)
+    extradata = bytes.fromhex(header["extradata"])
+    entries = find_entries(header["codec"], extradata, parts)
     for number, (packet, entry) in enumerate(zip(packets, entries, strict=True)):
         body = bytes(packet)
         start = -1 if packet.pos is None else data.find(body, packet.pos, packet.pos + packet.size + HEADER_BYTES)
         if start < 0 or packet.pts is None:
             raise FieldError(f"{where} does not have frame {number} in one piece, or no time of it", remedy)
+        if packet.has_sidedata(CHANGED) and bytes(packet.get_sidedata(CHANGED)) != extradata:
+            raise FieldError(
+                f"{where} has other parameters from frame {number} on", "encode it again: ffmpeg -i IN OUT.mp4"
+            )
         flags = KEY * entry + HIDDEN * packet.is_discard
         rows.append((packet.pts, start, packet.size, crc32c.crc32c(body), flags))
     return {name: np.array([row[at] for row in rows], kind) for at, (name, kind) in enumerate(_COLUMNS)}
