@@ -21,6 +21,7 @@ OnBadSample = Literal["raise", "mask", "replace"]
 
 CODECS: tuple[CodecChoice, ...] = ("auto", "none", "lz4", "zstd")
 REMAINDERS: tuple[Remainder, ...] = ("pad", "drop", "uneven")
+PACKED_COLUMNS: tuple[Literal["documents", "positions", "cu_seqlens"], ...] = ("documents", "positions", "cu_seqlens")
 ON_BAD_SAMPLE: tuple[OnBadSample, ...] = ("raise", "mask", "replace")
 
 
@@ -374,7 +375,8 @@ class Pack(Option):
     `fit="best"`: rows are the samples, and `batch_size` counts them, so each batch has the shape (batch_size, length).
     Neighbouring documents share rows, each in the one that it fills best. A document that is longer than a row is cut
     into full rows and the rest, or left out with `split=False`. `balance="attention"`: all rows of a step, on all
-    ranks, take a like time in attention, as the sum of the squares of the lengths of their documents tells.
+    ranks, take a like time in attention, as the sum of the squares of the lengths of their documents tells. `columns`:
+    the columns that a batch has beside the rows; those that are not needed take time.
 
     Without `fit`, `batch_size` counts documents: those of a batch are concatenated and cut every `length` values, so
     the number of rows varies, and only the last one is padded. Raises `UsageError` for invalid values.
@@ -385,6 +387,7 @@ class Pack(Option):
     fit: Literal["best"] | None = None
     split: bool = True
     balance: Literal["attention"] | None = None
+    columns: tuple[Literal["documents", "positions", "cu_seqlens"], ...] = PACKED_COLUMNS
 
     def _validate(self) -> None:
         is_pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
@@ -394,9 +397,12 @@ class Pack(Option):
         _check(self, "fit", self.fit in (None, "best"), "choose 'best' or None")
         _check(self, "split", isinstance(self.split, bool), "choose True or False")
         _check(self, "balance", self.balance in (None, "attention"), "choose 'attention' or None")
+        known = isinstance(self.columns, tuple) and all(name in PACKED_COLUMNS for name in self.columns)
+        _check(self, "columns", known, f"give a tuple of some of {', '.join(map(repr, PACKED_COLUMNS))}")
         remedy = "give fit='best' too: without it a batch has whole documents, in a number of rows that varies"
         _check(self, "split", self.split or self.fit is not None, remedy)
         _check(self, "balance", self.balance is None or self.fit is not None, remedy)
+        _check(self, "columns", self.columns == PACKED_COLUMNS or self.fit is not None, remedy)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -174,6 +175,22 @@ def test_several_fields_of_equal_lengths_are_packed_alike(corpus):
             assert np.array_equal(batch["mask"], np.where(real, batch["tokens"] % 10, 100))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("columns", [(), ("cu_seqlens",), ("documents",), ("positions", "cu_seqlens")])
+def test_a_batch_has_the_columns_that_are_named_and_a_state_goes_on_with_others(corpus, columns, workers):
+    whole = [*stream(corpus)]
+    some = stream(corpus, pack={"tokens": replace(PACK, columns=columns)}, num_workers=workers)
+    begun = stream(corpus)
+    for _ in zip(range(2), begun, strict=False):
+        pass
+    some.load_state_dict(begun.state_dict())
+    names = {"tokens", "index", "valid", *(f"tokens_{column}" for column in columns)}
+    for expected, batch in zip(whole[2:], some, strict=True):
+        assert {*batch} == names
+        assert all(np.array_equal(batch[name], expected[name]) for name in names)
+    some.close()
+
+
 def test_selected_and_remaining_documents_are_packed(corpus, tmp_path):
     url = str(tmp_path / "copy")
     copytree(corpus, url)
@@ -311,7 +328,9 @@ def test_fields_of_different_lengths_and_rows_without_documents_are_errors(tmp_p
         stream(url, pack=packs, fields=["tokens", "short"])
     with pytest.raises(errors.SelectionError, match="no document to pack"):
         stream(url, pack={"tokens": PACK}, where=[0])
-    for given in ({"fit": "first"}, {"split": False}, {"balance": "attention"}, {"fit": "best", "split": 1}):
+    unknown = [{"fit": "best", "columns": value} for value in ("documents", ["documents"], ("document",))]
+    unknown += [{"columns": ("documents",)}]
+    for given in ({"fit": "first"}, {"split": False}, {"balance": "attention"}, {"fit": "best", "split": 1}, *unknown):
         with pytest.raises(errors.UsageError):
             sl.Pack(64, **given)
 

@@ -32,7 +32,7 @@ from streamloader.engine.executor import Executor, Threads
 from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import KEY_BYTES, Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
-from streamloader.engine.packing import ELEMENT_BYTES, row_items
+from streamloader.engine.packing import element_bytes, row_items
 from streamloader.engine.residence import ITEM_BYTES, Chunks, Rows
 from streamloader.engine.stages import Batch, LoaderConfig, Stages
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassEndedError, StreamloaderError, wrapped
@@ -207,7 +207,7 @@ class Engine:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         if config.rows:  # the other columns are written while the tokens are found, not copied
-            size = self._row_bytes(beside=0) * share.batch
+            size = self._row_bytes(beside=False) * share.batch
         shared = self.executor.workers > 0
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
@@ -261,11 +261,11 @@ class Engine:
         documents = (data.packed.most_items(block) for data, block in pairs if data.packed is not None)
         return max([share.block, *documents])
 
-    def _row_bytes(self, beside: int = ELEMENT_BYTES) -> int:
-        """Return the bytes of a packed row, with `beside` for each element in the other columns."""
-        element, rows = beside, self._config.rows
-        element += sum(int(reader.layout.field.item_bytes) for name in rows for reader in self._readers(name)[:1])
-        return element * max(pack.length for pack in rows.values())
+    def _row_bytes(self, *, beside: bool = True) -> int:
+        """Return the bytes of a packed row, with those of the columns `beside` it."""
+        rows = self._config.rows
+        element = sum(int(reader.layout.field.item_bytes) for name in rows for reader in self._readers(name)[:1])
+        return max(pack.length * (element + beside * element_bytes(pack)) for pack in rows.values())
 
     def _demand_of_rows(self, share: EpochShare, rows: int) -> list[Demand]:
         """Return the demand of each packed field."""

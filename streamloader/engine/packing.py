@@ -15,17 +15,13 @@ from streamloader.engine.dataset import Dataset, first_samples
 from streamloader.engine.gather import Copy, flat
 from streamloader.engine.residence import Chunks, Gathered
 from streamloader.errors import CorruptError
-from streamloader.options import Pack
+from streamloader.options import PACKED_COLUMNS, Pack
 from streamloader.order.packing import place
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.samples import distinct
 
-# The columns beside the rows of the first packed field, by what follows its name.
-CU_SEQLENS, POSITIONS, DOCUMENTS = "_cu_seqlens", "_positions", "_documents"
-# The bytes of an element in them, but for documents with larger numbers than fit.
-ELEMENT_BYTES = 4 + 4
 # In the place of columns that are not written.
-NOTHING = (np.empty(0, np.int32),) * 3
+NOTHING: NDArray[Any] = np.empty(0, np.int32)
 # The documents, the pieces and the edges of rows, as `Packed.items` returns them for their numbers.
 Items = tuple[Ints, Ints, Ints]
 FindItems = Callable[[Ints], Items]
@@ -73,6 +69,11 @@ def _items_of(datasets: Sequence[Dataset]) -> FindItems:
     return find
 
 
+def element_bytes(pack: Pack) -> int:
+    """Return the bytes of an element in the columns beside the rows, but for documents with numbers of 64 bits."""
+    return 4 * len({"documents", "positions"}.intersection(pack.columns))
+
+
 def gather_rows(
     fields: Mapping[Chunks, Pack],
     items: Items,
@@ -95,10 +96,14 @@ def gather_rows(
     (documents, pieces, edges), count = items, len(plan.rows)
     length, name = next(iter(fields.values())).length, next(iter(fields)).name
     step_rows, lease = min(plan.step_rows, count), partial(buffers.lease, usual=LIVE_BATCHES)
-    cu_seqlens = np.empty((-(-count // step_rows), step_rows * segments + 1), np.int32)
-    beside: tuple[NDArray[Any], ...] = lease((count, length), numbers), lease((count, length), "int32"), cu_seqlens
-    columns: dict[str, Any] = {name + DOCUMENTS: beside[0], name + POSITIONS: beside[1]}
-    columns[name + CU_SEQLENS] = tuple(cu_seqlens) if len(cu_seqlens) > 1 else cu_seqlens[0]
+    wanted, steps = {*next(iter(fields.values())).columns}, -(-count // step_rows)
+    beside = [
+        lease((count, length), numbers) if "documents" in wanted else NOTHING,
+        lease((count, length), "int32") if "positions" in wanted else NOTHING,
+        np.empty((steps, step_rows * segments + 1), np.int32) if "cu_seqlens" in wanted else NOTHING,
+    ]
+    made = zip(PACKED_COLUMNS, (*beside[:2], tuple(beside[2]) if steps > 1 else beside[2].reshape(-1)), strict=True)
+    columns: dict[str, Any] = {f"{name}_{column}": array for column, array in made if column in wanted}
     copies: list[Copy] = []
     for field, pack in fields.items():
         item_bytes, placed, gaps = field.field.item_bytes, _ints(3, documents.size), _ints(2, count)
@@ -111,7 +116,7 @@ def gather_rows(
         if padding := int(gaps[1].sum()) // item_bytes:
             pad = np.full(int(gaps[1].max()) // item_bytes, pack.pad, field.field.dtype)
             copies.append(Copy(flat(rows), flat(pad), np.zeros_like(gaps[0]), *gaps))
-        beside = NOTHING
+        beside = [NOTHING] * 3
     lengths = [field.table[slot_rows, 1] // field.field.item_bytes for field in fields] if len(fields) > 1 else []
     for other in lengths[1:]:
         if np.any(differ := other != lengths[0]):

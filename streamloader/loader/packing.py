@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
-from streamloader.engine.packing import CU_SEQLENS, DOCUMENTS, POSITIONS
 from streamloader.errors import FieldError, UsageError
 from streamloader.loader.arguments import Arguments, lengths_of, lengths_table
 from streamloader.options import Pack
@@ -36,7 +35,7 @@ def pack_rows(datasets: Sequence[Dataset], packs: Mapping[str, Pack], given: Arg
     if pack.balance is not None and given.shuffle is False:
         remedy = "leave one of them out: balancing changes which rows a batch has"
         raise UsageError(f"Pack(balance={pack.balance!r}) with shuffle=False", remedy)
-    columns = {names[0] + suffix for suffix in (CU_SEQLENS, POSITIONS, DOCUMENTS)}
+    columns = {f"{names[0]}_{column}" for column in pack.columns}
     if taken := sorted(columns & {*names}):
         raise FieldError(f"the batch has a column {taken[0]!r}, and so has the dataset", "leave it out with fields=")
     return tuple(replace(dataset, packed=_packed(dataset, names, pack)) for dataset in datasets)
