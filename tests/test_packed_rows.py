@@ -19,7 +19,7 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.cli.measure import parse_packs
 from streamloader.engine.packing import row_items
-from streamloader.loader import join
+from streamloader.loader import join, packing
 from streamloader.loader.dataset import NumpyMixture as Mixture
 from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
 from streamloader.order.packing import Packed
@@ -333,6 +333,19 @@ def test_fields_of_different_lengths_and_rows_without_documents_are_errors(tmp_p
     for given in ({"fit": "first"}, {"split": False}, {"balance": "attention"}, {"fit": "best", "split": 1}, *unknown):
         with pytest.raises(errors.UsageError):
             sl.Pack(64, **given)
+
+
+def test_documents_of_other_lengths_than_their_tables_are_an_error(corpus, tmp_path, monkeypatch):
+    url = write(tmp_path / "d", others={"short": "ragged:int32"})
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_alike", lambda dataset, names: packing._lengths(dataset, names[0]))
+        packs = {"tokens": PACK, "short": PACK}
+        with pytest.raises(errors.CorruptError, match=r"packed row \d+ of 'tokens', 'short' have other lengths"):
+            list(stream(url, pack=packs, fields=[*packs]))
+    monkeypatch.setattr(packing, "_lengths", lambda *_: iter([np.ones(N, np.uint32)]))
+    for workers in (0, 2):
+        with pytest.raises(errors.CorruptError, match=r"packed row \d+ of 'tokens' have other lengths"):
+            list(stream(corpus, num_workers=workers))
 
 
 def test_a_plan_has_the_rows_and_their_padding(corpus, capsys):
