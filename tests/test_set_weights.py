@@ -234,3 +234,26 @@ def test_workers_that_live_on_never_go_on_with_the_weights_before(urls, how):
     with pytest.raises(errors.StateError, match=r"set_weights\(\).*make a new DataLoader"):
         take(loader)
     assert take(DataLoader(ds, **options)) == take(expected)
+
+
+@pytest.mark.parametrize(("by", "before", "at"), [("steps", 11, 12), ("samples", 280, 290), ("tokens", 960, 1000)])
+def test_shares_are_those_of_the_weights_in_force_at_a_step_also_after_a_resume(urls, by, before, at):
+    options = {"schedule": {3000: {urls[0]: 1}}, "schedule_by": by}
+    ds, other = opened(urls, **options), opened(urls, **options)
+    iterator = iter(ds)
+    take(iterator, 2)
+    ds.set_weights(later(urls), at=at)
+    other.load_state_dict(ds.state_dict())
+    for each in (ds, other):
+        assert [rounded(each.shares(step=step)) for step in (0, before, at, 3200)] == [
+            [0.67, 0.33],
+            [0.67, 0.33],
+            [0.25, 0.75],
+            [1, 0],
+        ]
+        assert rounded(each.shares("tokens", step=at)) == [0.4, 0.6]
+    assert rounded(opened(urls, **options).shares(step=at)) == [0.67, 0.33]
+
+
+def rounded(shares: dict[Any, float]) -> list[float]:
+    return [round(share, 2) for share in shares.values()]

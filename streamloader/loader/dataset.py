@@ -387,11 +387,16 @@ class NumpyMixture(Loader):
     def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
         """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`.
 
-        `step` counts what the schedule counts: see `schedule_by`.
+        `step` counts what the schedule counts: see `schedule_by`. In a run that has other weights, by a state that was
+        loaded or by `set_weights`, the shares are those of the first turn there.
         """
         from streamloader.order.mixture import whole_weights
 
-        weights = whole_weights(_at_step(self._shares, step))
+        state, weights = self._at.state, whole_weights(_at_step(self._shares, step))
+        if state.phases and state.phases != self._settled(self._first).phases:
+            start, _ = state.turn_at(self._count(state)[1](step))
+            _, phase = state.turn_at(start)
+            weights = tuple(map(phase.weight, range(len(weights))))
         means = [Fraction(1)] * len(weights) if field is None else _means(self._datasets, field)
         counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
         total = sum(counts) or 1  # of samples that are all empty

@@ -308,8 +308,7 @@ class RunState:
         """
         from streamloader.order.mixture import Phase
 
-        before = next(phase for phase in reversed(self.phases) if phase.start <= position)
-        start = before.start + -(-(position - before.start) // before.unit) * before.unit
+        start, before = self.turn_at(position)
         earlier = [phase for phase in self.phases if phase.start < start]
         later = [phase for phase in self.phases if phase.start > start]
         changed = replace(self, phases=(*earlier, Phase.of_all(start, before.unit, weights), *later))
@@ -318,6 +317,11 @@ class RunState:
         if same and self.run_position < new.bounds(self.epoch)[1]:
             return self._checked(changed)
         return self._checked(replace(changed, anchor=(self.epoch, self.run_position)).beginning(self.epoch))
+
+    def turn_at(self, position: int) -> tuple[int, Phase]:
+        """Return where the first turn at or after a position of the run begins, and the phase of the turn before it."""
+        phase = next(phase for phase in reversed(self.phases) if phase.start <= position)
+        return phase.start + -(-(position - phase.start) // phase.unit) * phase.unit, phase
 
     @property
     def earliest_change(self) -> int:
