@@ -257,3 +257,30 @@ def test_shares_are_those_of_the_weights_in_force_at_a_step_also_after_a_resume(
 
 def rounded(shares: dict[Any, float]) -> list[float]:
     return [round(share, 2) for share in shares.values()]
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("first", 1), ("last", 0)])
+def test_steps_are_skipped_once_where_an_epoch_begins_again(urls, stop, kept):
+    options: dict[str, Any] = {"schedule": None, "stop": stop, "remainder": "drop", "steps_per_epoch": None}
+
+    def run(skips: list[int], resume: int | None = None) -> list[Rows]:
+        ds = opened(urls, 8, **options, skip_steps={1: skips} if skips else None)
+        ds.set_epoch(1)
+        iterator = iter(ds)
+        found = take(iterator, 5 - sum(step < 5 for step in skips))
+        for weights in ({urls[kept]: 2, urls[1 - kept]: 1}, {urls[kept]: 1}):  # the second one begins the epoch again
+            ds.set_weights(weights)
+        assert ds.state_dict()["anchor"][0] == 1
+        if resume is not None:
+            found += take(iterator, resume)
+            state = json.loads(json.dumps(ds.state_dict()))
+            iterator = ds = opened(urls, 8, **options, skip_steps={1: skips})
+            ds.load_state_dict(state)
+        return found + take(iterator)
+
+    whole = run([])
+    assert len(whole) > 9
+    for skips in ([3], [1, 2, 6, 8]):
+        expected = [batch for step, batch in enumerate(whole) if step not in skips]
+        for resume in (None, 0, 2):
+            assert run(skips, resume) == expected

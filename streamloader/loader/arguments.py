@@ -772,8 +772,9 @@ def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
 def skip(skips: Mapping[int, Sequence[int]], start: RunState, share: EpochShare) -> EpochShare:
     """Return the share without the steps to skip, from the epoch of `start` on.
 
-    Raises `UsageError` for a step that the epoch does not have, for an epoch without other steps, and with several
-    DataLoader workers, since each of their batches is a part of several steps.
+    Where that epoch began again, with other weights, its steps count from where it began first. Raises `UsageError`
+    for a step that the epoch does not have, for an epoch without other steps, and with several DataLoader workers,
+    since each of their batches is a part of several steps.
     """
     if skips and start.workers > 1:
         remedy = "give num_workers= to the dataset, not to DataLoader"
@@ -781,12 +782,14 @@ def skip(skips: Mapping[int, Sequence[int]], start: RunState, share: EpochShare)
     gaps = share.gaps
     for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):
         offset = start.position % share.global_batch if epoch == start.epoch else 0
-        count, last = share.global_steps(offset), skips[epoch][-1]
+        before = start.begun_before(epoch) // share.global_batch
+        count, last = share.global_steps(offset) + before, skips[epoch][-1]
         if last >= count:
             raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count} steps", "leave it out")
         if len(skips[epoch]) == count:
             raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
-        gaps += skip_steps(epoch, skips[epoch], offset, share.global_batch)
+        left = [step - before for step in skips[epoch] if step >= before]
+        gaps += skip_steps(epoch, left, offset, share.global_batch)
     return share.skipping(gaps)
 
 

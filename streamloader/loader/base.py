@@ -650,7 +650,7 @@ class Loader:
             moved, before = Cursor(iteration, self._iteration.total), self._before_change
             now = at._replace(start=replace(begun, phases=new.phases))
         else:
-            start = replace(self._settled(self._start), phases=new.phases, anchor=new.anchor)
+            start = replace(self._settled(self._start), phases=new.phases, anchor=new.anchor, before=new.before)
             start = new if self._epochs.next_epoch() == new.epoch else start
             now = moved = Cursor(new, at.total)
             steps = at.steps if self._options.steps_per_epoch is None else at.total - self._iteration.total

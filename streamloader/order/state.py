@@ -132,7 +132,8 @@ class RunState:
 
     A mixture also has a `stop`, its weights from a step on, `weights_by_step`, or `by_samples` from a position on, and
     the samples of a turn, `unit` (None for the default). Once the global batch is known, `settled` makes `phases` from
-    these, in positions of the run, which fix the order from then on. `anchor`: see `Mix`.
+    these, in positions of the run, which fix the order from then on. `anchor`: see `Mix`. `before`: the positions that
+    its epoch had before the anchor, where the epoch begins again.
 
     `bucket`: the steps of a window in which samples are put in buckets, and the positions of a step, 0 until it is
     settled; None without buckets.
@@ -153,6 +154,7 @@ class RunState:
     unit: int | None = None
     phases: tuple[Phase, ...] = ()  # of a settled mixture
     anchor: tuple[int, int] = (0, 0)
+    before: int = 0
     epoch: int = 0
     position: int = 0
     extra: int = 0
@@ -280,10 +282,18 @@ class RunState:
 
         start = self.run_position
         earlier = (phase for phase in self.phases if phase.start < start)
-        phases, anchor = (*earlier, *phases_from(later, start, unit)), (self.epoch, start)
-        bucket = self.bucket and (self.bucket[0], 0)
-        changed = replace(self, phases=phases, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
-        return replace(self._checked(changed), bucket=bucket)
+        changed = self._begun_again((*earlier, *phases_from(later, start, unit)))
+        return replace(changed, bucket=self.bucket and (self.bucket[0], 0))
+
+    def _begun_again(self, phases: tuple[Phase, ...]) -> RunState:
+        """Return the state with other phases, with which its epoch begins again here."""
+        anchor, before = (self.epoch, self.run_position), self.position + self.begun_before(self.epoch)
+        changed = replace(self, phases=phases, anchor=anchor, before=before)
+        return self._checked(replace(changed, position=0, extra=0, ranks=0, batch=0))
+
+    def begun_before(self, epoch: int) -> int:
+        """Return how many positions an epoch had before it began again; 0 if it did not."""
+        return self.before if epoch == self.anchor[0] else 0
 
     def _checked(self, changed: RunState) -> RunState:
         """Return `changed`, which has another order from here on.
@@ -316,7 +326,7 @@ class RunState:
         same = all(old.bounds(epoch)[0] == new.bounds(epoch)[0] for epoch in epochs)
         if same and self.run_position < new.bounds(self.epoch)[1]:
             return self._checked(changed)
-        return self._checked(replace(changed, anchor=(self.epoch, self.run_position)).beginning(self.epoch))
+        return self._begun_again(changed.phases)
 
     def turn_at(self, position: int) -> tuple[int, Phase]:
         """Return where the first turn at or after a position of the run begins, and the phase of the turn before it."""
@@ -403,8 +413,7 @@ class RunState:
                 "anchor": list(self.anchor),
                 "wishes": [[step, list(weights)] for step, weights in self.weights_by_step],
             }
-            if self.by_samples:
-                values["by_samples"] = True
+            values |= {name: value for name in ("by_samples", "before") if (value := getattr(self, name))}
             names = ["stop", "batches", *names]
         else:
             values = self.sources[0].to_dict()
@@ -464,7 +473,8 @@ class RunState:
         """Return `resumed` with the order of a mixture: that of the state, then that of this run."""
         if self.stop:
             anchor = tuple(read_list(state, "anchor", (int, int)))
-            resumed = replace(resumed, phases=_read_phases(state, numbers), anchor=anchor)
+            before = read_value({"before": 0, **state}, "before", int)
+            resumed = replace(resumed, phases=_read_phases(state, numbers), anchor=anchor, before=before)
         if resumed.position > resumed.num_samples:
             problem = f"the state has position {resumed.position}, but its epoch has {resumed.num_samples} samples"
             raise StateError(problem, "load a state that was saved with this dataset")
