@@ -222,6 +222,31 @@ def test_the_command_shows_both_shares_of_each_source_of_a_mixture(sources, caps
     assert "take parts of the same" in run(capsys, "plan", *arguments, "--world-size", 2, "--no-shuffle")[1]
 
 
+def test_a_plan_has_the_shares_of_a_schedule_and_the_epoch_that_follows(sources, capsys):
+    later = {20: (0.5, 0.5, 0), 50: (0, 0.5, 0.5)}
+    arguments: list[Any] = ["plan", *sources, "--weights", "1,0,0", "--batch-size", 16, "--stop", "last"]
+    for begin, weights in later.items():
+        arguments += ["--schedule", f"{begin}:{','.join(map(str, weights))}"]
+    planned = json.loads(run(capsys, *arguments, "--json")[1])
+    schedule = {begin: dict(zip(sources, weights, strict=True)) for begin, weights in later.items()}
+    first = dict(zip(sources, (1, 0, 0), strict=True))
+    batches = list(Mixture(first, schedule=schedule, stop="last", batch_size=16, fields=["label"], with_index=True))
+    samples = np.bincount(np.concatenate([batch["source"][batch["valid"]] for batch in batches]), minlength=3)
+    assert planned["steps"] == len(batches)
+    assert [round(part["passes"] * part["num_samples"]) for part in planned["sources"]] == samples.tolist()
+    assert planned["schedule"] == [[begin, list(weights)] for begin, weights in later.items()]
+    assert "schedule  from 20 steps on, 50.0%, 50.0%, 0.0% of the samples\n" in run(capsys, *arguments)[1]
+    by_tokens = run(capsys, *arguments, "--schedule-by", "tok")[1]
+    assert "schedule  from 50 tok on, 0.0%, 50.0%, 50.0%" in by_tokens
+
+
+@pytest.mark.parametrize("given", ["20", "20:many", "x:1,1,1", "20:1,1"])
+def test_a_schedule_that_cannot_be_planned_is_an_error_that_says_how_it_is_written(sources, capsys, given):
+    status, _, err = run(capsys, "plan", *sources, "--weights", "1,1,1", "--schedule", given)
+    assert status == 2
+    assert "a weight for each URL" in err
+
+
 def test_sources_without_lengths_have_a_share_of_samples_alone(sources, folder, capsys):
     where = "--where", "label >= 0", "--fields", "label"
     shown = run(capsys, "plan", *sources[:2], "--weights", "1,3", "--batch-size", 8, *where, "--json")[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,19 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
     return text
 
 
+def parse_schedule(texts: Sequence[str]) -> dict[int, tuple[float, ...]]:
+    """Parse each `10000:0.5,0.5` into weights by what they begin after. Raises `UsageError`."""
+    schedule = {}
+    for text in texts:
+        begin, _, weights = text.partition(":")
+        parsed = parse_weights(weights)
+        if not begin.isdigit() or isinstance(parsed, str):
+            remedy = "write from when on, and a weight for each URL: --schedule 10000:0.5,0.5"
+            raise UsageError(f"--schedule {text!r}", remedy)
+        schedule[int(begin)] = parsed
+    return schedule
+
+
 def parse_packs(text: str) -> dict[str, int]:
     """Parse `tokens=2049` or `tokens=2049,loss_mask=2049` into lengths by field. Raises `UsageError`."""
     packs = {}
@@ -75,6 +88,13 @@ def parse_packs(text: str) -> dict[str, int]:
 @option(
     "--stop", type=click.Choice(["first", "last"]), help="The source that ends an epoch of a mixture; default: first."
 )
+@option(
+    "--schedule",
+    multiple=True,
+    parse=parse_schedule,
+    help="Other weights of a mixture from a step on, 10000:0.5,0.5; may be repeated.",
+)
+@option("--schedule-by", help="What --schedule counts: steps (the default), samples, or a field such as tokens.")
 @option("--unit", type=int, help="Samples of a turn of a mixture; default: 8, if it divides the global batch.")
 @option("--world-size", type=int, default=1, help="Number of ranks.")
 @option("--batch-size", type=int, default=256, help="Samples per batch of a rank.")
@@ -112,7 +132,8 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
 
     sampling, weights = arrays.take_sampling(options), options.pop("weights")
-    mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
+    names = "weigh", "stop", "unit", "schedule", "schedule_by"
+    mixture = {name: value for name in names if (value := options.pop(name)) not in (None, {})}
     options["replacement"] = not options.pop("no_replacement")
     options["pack"] = _packs(options["pack"], split=not options.pop("no_split"))
     if isinstance(weights, str) and len(urls) == 1:
@@ -223,6 +244,9 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
     click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
     lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about "), *_padding_line(planned)]
     click.echo("\n".join(lines))
+    for begin, later in planned.schedule:
+        shown = ", ".join(f"{share:.1%}" for share in later)
+        click.echo(f"schedule  from {begin:,} {planned.schedule_by} on, {shown} of the samples")
     click.echo(f"reading   {f'more than that: {planned.rereads}' if planned.rereads else 'each block once'}")
     fields = planned.sources[0].field_shares
     right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]

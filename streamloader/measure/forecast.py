@@ -10,7 +10,7 @@ import numpy as np
 from streamloader.engine.dataset import Dataset, numbers_among_all
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
-from streamloader.errors import FieldError, UsageError
+from streamloader.errors import FieldError, MixtureError, UsageError
 from streamloader.format.geometry import next_power, previous_power
 from streamloader.loader.arguments import ExcludeChoice, Source, WeightsChoice, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
@@ -369,24 +369,41 @@ class SourceForecast:
 class MixtureForecast(EpochForecast):
     """The forecast of the first epoch of a mixture.
 
-    `rereads`: why several ranks read a block, so that `requests` and `bytes` are the least; "" if one rank reads it.
-    `padding`: as in `Forecast`.
+    `schedule`: the share of each source in the samples, by the number of steps, or of what else is `schedule_by`, after
+    which they are no more those of `sources`. `rereads`: why several ranks read a block, so that `requests` and `bytes`
+    are the least; "" if one rank reads it. `padding`: as in `Forecast`.
     """
 
     sources: tuple[SourceForecast, ...]
+    schedule: tuple[tuple[int, tuple[float, ...]], ...]
+    schedule_by: str
     rereads: str
     padding: tuple[float, float] | None
 
 
 def forecast_mixture(
-    weights: Sequence[tuple[str, float]], options: ForecastOptions, *, weigh: str | None = None, **arguments: Any
+    weights: Sequence[tuple[str, float]],
+    options: ForecastOptions,
+    *,
+    weigh: str | None = None,
+    schedule: Mapping[int, Sequence[float]] | None = None,
+    schedule_by: str = "steps",
+    **arguments: Any,
 ) -> MixtureForecast:
     """Forecast the first epoch of a mixture of URLs with `weights`. The other arguments are those of `Mixture`.
 
-    `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
+    `schedule`: weights of all URLs in their order. `options` are those of every source. Raises the errors of
+    `forecast`, and `MixtureError`.
     """
     sources = {options.source(url): weight for url, weight in weights}
-    mixture = NumpyMixture(sources, weigh=weigh, **arguments, **options.arguments())
+    later = {}
+    for begin, each in sorted((schedule or {}).items()):
+        if len(each) != len(sources):
+            problem = f"a schedule of {len(each)} weights from {begin} {schedule_by} on, for {len(sources)} URLs"
+            raise MixtureError(problem, "give a weight for each URL")
+        later[begin] = dict(zip(sources, each, strict=True))
+    arguments |= {"weigh": weigh, "schedule": later, "schedule_by": schedule_by}
+    mixture = NumpyMixture(sources, **arguments, **options.arguments())
     share = mixture._first_share()
     assert isinstance(share, MixShare)
     counts = share.mix.counts(share.num_samples).tolist()
@@ -403,7 +420,9 @@ def forecast_mixture(
     in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
     rereads = in_order or share.describe_rereads(shuffle=shuffled)
     padding = _padding(mixture._datasets, share)
-    return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads, padding=padding)
+    scheduled = tuple((begin, tuple(mixture.shares(step=begin).values())) for begin in later)
+    shown: dict[str, Any] = {"schedule": scheduled, "schedule_by": schedule_by, "rereads": rereads, "padding": padding}
+    return MixtureForecast(**epoch, sources=tuple(parts), **shown)
 
 
 def _passes_read(order: EpochOrder, fetch: OrderParams, samples: int) -> float:
