@@ -1,6 +1,7 @@
 """Clips of videos as samples: their frames, the bytes that they need, their order, and what ends a run."""
 
 import itertools
+import json
 import pickle
 import shutil
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import videos
+from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -474,3 +476,23 @@ def test_a_transform_gets_clips_of_different_sizes(workers, sizes):
     assert {*batch["index"].tolist()} == {0, 1, 2}
     with pytest.raises(errors.DecodeError, match=r"has the shape .*; give Clips\(size="):
         list(dataset(sizes, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "clips"),
+    [("video=4", sl.Clips(4)), ("video=3,stride=2,step=5,size=16x24", sl.Clips(3, 2, 5, size=(16, 24)))],
+)
+def test_a_plan_of_clips_has_the_requests_and_bytes_of_the_epoch_that_follows(long, given, clips, capsys):
+    planned = json.loads(run(capsys, "plan", long, "--clips", given, "--batch-size", 4, "--json")[1])
+    ds = sl.NumpyDataset(long, batch_size=4, clips={"video": clips}, memory=planned["least_memory"])
+    assert (planned["num_samples"], planned["steps"]) == (ds.num_samples, len(list(ds)))
+    assert ds.stats().requests == pytest.approx(planned["requests"], rel=0.1)
+    assert ds.stats().bytes_fetched == pytest.approx(planned["bytes"], rel=0.1)
+    for text, shown in (
+        ("video=4,fps=3", "write it as video=16"),
+        ("video=0", "at least 1"),
+        ("video=2,size=3", "size"),
+    ):
+        status, _, err = run(capsys, "plan", long, "--clips", text)
+        assert status == 2
+        assert shown in err

@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -528,3 +529,17 @@ def test_a_field_that_is_no_key_is_refused_before_it_is_read(tmp_path):
             file.unlink()
     with pytest.raises(FieldError, match=r"'image' of .* is uint8.*join by a field with one number"):
         sl.NumpyDataset(sl.Join(tmp_path / "a", tmp_path / "a", on=("image", "key"), fields=["key"]), batch_size=4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plan_of_a_join_has_the_requests_and_bytes_of_the_epoch_that_follows(left, right, size, capsys):
+    arguments = left, "--join", right, "--on", "id", "--batch-size", 8, "--world-size", size, "--lanes", 6
+    planned = json.loads(commands.run(capsys, "plan", *arguments, "--json")[1])
+    source = sl.Join(left, right, on="id")
+    ranks = [StreamingDataset(source, batch_size=8, shuffle=LANES, world=(rank, size)) for rank in range(size)]
+    assert {len(list(ds)) for ds in ranks} == {planned["steps"]}
+    assert sum(ds.stats().requests for ds in ranks) == pytest.approx(planned["requests"], rel=0.1)
+    assert sum(ds.stats().bytes_fetched for ds in ranks) == pytest.approx(planned["bytes"], rel=0.1)
+    status, _, err = commands.run(capsys, "plan", left, "--on", "id")
+    assert status == 2
+    assert "on='id' without join=; give the URL" in err

@@ -18,7 +18,7 @@ from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
 from streamloader.cli.show import counted, display, print_table, show_bytes
 from streamloader.errors import UsageError
-from streamloader.options import Channels, Pack, Sampling, Shuffle
+from streamloader.options import Channels, Clips, Pack, Sampling, Shuffle
 
 if TYPE_CHECKING:
     from streamloader.measure.bench import BenchProgress
@@ -49,6 +49,24 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
     with suppress(ValueError):
         return tuple(map(float, text.split(",")))
     return text
+
+
+def parse_key(text: str) -> str | tuple[str, ...]:
+    """Parse `key`, or `id,image_id`."""
+    names = parse_names(text)
+    return names if len(names) > 1 else names[0]
+
+
+def parse_clips(text: str) -> dict[str, Clips]:
+    """Parse `video=16,stride=2` into the clips of a field. Raises `UsageError`."""
+    (field, _, frames), *others = (part.strip().partition("=") for part in text.split(","))
+    values: dict[str, Any] = {name: value for name, _, value in others} | {"frames": frames}
+    if not field or values.keys() - vars(Clips()).keys():
+        raise UsageError(f"--clips {text!r}", "write it as video=16,stride=2,step=8,size=224x224,unit=frames")
+    for name, value in values.items():
+        with suppress(ValueError):  # `Clips` says what is invalid
+            values[name] = tuple(map(int, value.split("x"))) if name == "size" else json.loads(value)
+    return {field: Clips(**values)}
 
 
 def parse_schedule(texts: Sequence[str]) -> dict[int, tuple[float, ...]]:
@@ -110,6 +128,9 @@ def parse_packs(text: str) -> dict[str, int]:
     parse=parse_packs,
     help="The field and the length of the rows that documents are packed into: tokens=2049.",
 )
+@option("--clips", parse=parse_clips, help="The field of videos, and its clips: video=16,stride=2,step=8.")
+@option("--join", metavar="URL", help="The dataset that has more fields for the samples of each URL.")
+@option("--on", parse=parse_key, help="The field that joins them: key, or id,image_id; default: sample by sample.")
 @option("--no-split", is_flag=True, help="Leave documents out that are longer than a row.")
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")

@@ -12,7 +12,7 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, MixtureError, UsageError
 from streamloader.format.geometry import next_power, previous_power
-from streamloader.loader.arguments import ExcludeChoice, Source, WeightsChoice, WhereChoice
+from streamloader.loader.arguments import ClipsChoice, ExcludeChoice, Source, WeightsChoice, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.measure.arrays import (
     SAMPLED_BLOCKS,
@@ -22,7 +22,7 @@ from streamloader.measure.arrays import (
     array_reads,
     rechunking,
 )
-from streamloader.options import Pack, Sampling, Shuffle
+from streamloader.options import Join, Pack, Sampling, Shuffle
 from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
 from streamloader.order.mixture import MixShare
 from streamloader.order.schedule import EpochShare, Share, World
@@ -146,7 +146,7 @@ class ForecastOptions:
     """Options of `forecast`. Raises `UsageError` for invalid numbers.
 
     `batch_size`: the samples of a rank's batch. `memory`: bytes, as in `StreamingDataset`. `ranks_here`: the number of
-    ranks that share the memory of a machine.
+    ranks that share the memory of a machine. `join`, `on`: the right side of a `Join` of each URL, and its key.
     """
 
     world_size: int = 1
@@ -165,20 +165,26 @@ class ForecastOptions:
     bucket_by: str | None = None
     bucket_steps: int = 100
     pack: Mapping[str, Pack | int] | None = None
+    clips: ClipsChoice = None
+    join: str | None = None
+    on: str | tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1:
             raise UsageError(f"ranks_here={self.ranks_here}", "give at least one rank")
+        if self.on is not None and self.join is None:
+            raise UsageError(f"on={self.on!r} without join=", "give the URL of the dataset to join, or leave on= out")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
-        names = "batch_size", "fields", "shuffle", "memory", "pack", "bucket_by", "bucket_steps"
+        names = "batch_size", "fields", "shuffle", "memory", "pack", "bucket_by", "bucket_steps", "clips"
         return {name: getattr(self, name) for name in names} | {"world": (0, self.world_size)}
 
     def source(self, url: str) -> Source:
         """Return the source at a URL."""
         chosen = {name: getattr(self, name) for name in ("exclude", "weights", "replacement")} | vars(self.sampling)
-        return Source(url, self.split, self.where, self.storage_options, **chosen)
+        joined = url if self.join is None else Join(url, self.join, on=self.on)
+        return Source(joined, self.split, self.where, self.storage_options, **chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,7 +456,8 @@ class Reads(NamedTuple):
 
 
 def _engine(loader: NumpyDataset | NumpyMixture, options: ForecastOptions) -> Engine:
-    config = LoaderConfig(memory=options.memory, ranks_here=options.ranks_here, packs=loader._config.packs)
+    chosen = {name: getattr(loader._config, name) for name in ("packs", "decoders")}
+    config = LoaderConfig(memory=options.memory, ranks_here=options.ranks_here, **chosen)
     return Engine(loader._datasets, config, Counters())
 
 
