@@ -307,8 +307,8 @@ class RunState:
         if (changed.anchor == self.anchor and new == old) or (not inside and new[0] == changed.position):
             return changed
         problem = f"the mixture changes at position {self.position} of an epoch, inside the bucket window {old}"
-        remedy = f"change weights, sources and turns after a multiple of bucket_steps={self.bucket[0]} steps"
-        raise StateError(problem, remedy)
+        steps = f"a multiple of bucket_steps={self.bucket[0]} steps of an epoch"
+        raise StateError(problem, f"change weights, sources and turns after {steps}")
 
     def with_weights(self, position: int, weights: tuple[int, ...], since: int) -> RunState:
         """Return the state of a mixture with other weights from the first turn at or after a position of the run on.
