@@ -79,12 +79,13 @@ def test_kills_at_random_moments_change_nothing(goal, options, photos, tmp_path)
         assert sl.open(tmp_path / "out", split=split).digest == sl.open(tmp_path / "whole", split=split).digest
 
 
-def test_the_same_command_twice_at_once_leaves_one_complete_dataset(tmp_path):
+@pytest.mark.parametrize("attempts", [2, longer(6)])
+def test_the_same_command_twice_at_once_leaves_one_complete_dataset(attempts, tmp_path):
     src, dst = tmp_path / "x.npy", tmp_path / "out"
     np.save(src, np.random.default_rng(0).random((1000, 64)))
     sl.convert(src, tmp_path / "whole", layout=sl.Layout(shard_size=4 << 10), workers=2)
     expected = contents(tmp_path / "whole")
-    for attempt in range(6):
+    for attempt in range(attempts):
         command = [*COMMAND, "convert", str(src), str(dst), *ALWAYS, *(["--overwrite"] if attempt % 4 else [])]
         delay = random.Random(attempt).uniform(0, 0.5) if attempt % 2 else 0.0
         runs = []
