@@ -30,9 +30,10 @@ PYTHON = ["batch_rng", "both_ways", "cli", "codecs", "convert_engine", "convert_
 PYTHON += ["golden", "image", "leaks", "numpy", "pack", "public", "resume", "rows", "storage_conformance"]
 PYTHON += ["storage_fork", "streaming_dataset", "threads", "transform", "video", "views", "workers", "zarr_codecs"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
-FIRST = ["docs", "arrays", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults"]
-FIRST += ["workers", "killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory"]
-FIRST += ["bad_destinations", "arrays_faults", "transform", "references", "streaming_dataset", "leaks"]
+FIRST = ["docs", "arrays", "ddp", "pages", "outages", "engine_workers", "executor", "convert_sources", "bench"]
+FIRST += ["sources_text", "storage_faults", "workers", "killed_conversions", "engines", "frameworks", "run_memory"]
+FIRST += ["conversion_memory", "bad_destinations", "cli", "arrays_faults", "transform", "references"]
+FIRST += ["streaming_dataset", "leaks"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

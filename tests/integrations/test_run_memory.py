@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import longer
 from PIL import Image
 from torchrun import run_python
 
@@ -101,7 +102,7 @@ def needs_of(memory: int | None, expected: int, tmp_path: Path, **arguments: Any
 
 
 @pytest.mark.parametrize(
-    ("spec", "codec", "lanes"), [(Field("ragged", "uint8", ()), "none", 1), ("text", "zstd", None)]
+    ("spec", "codec", "lanes"), [(Field("ragged", "uint8", ()), "none", 1), longer("text", "zstd", None)]
 )
 def test_uneven_samples_stay_within_memory_or_their_need_is_an_error(spec, codec, lanes, tmp_path):
     write_uneven(tmp_path / "d", spec, codec, range(16, 32))
@@ -118,7 +119,7 @@ def write_runs(url: Path, spec: str, count: int) -> None:
             out.write({"x": "abc " * 7500 if spec == "text" else b"abc " * 7500})
 
 
-@pytest.mark.parametrize(("spec", "lanes"), [("text", 4), ("bytes", 1)])
+@pytest.mark.parametrize(("spec", "lanes"), [("text", 4), longer("bytes", 1)])
 def test_data_that_decodes_to_a_hundred_times_its_size_stays_within_memory(spec, lanes, tmp_path):
     write_runs(tmp_path / "d", spec, 10_000)
     assert sum(file.stat().st_size for file in (tmp_path / "d").rglob("*") if file.is_file()) < 3 * 10**6
@@ -158,7 +159,7 @@ def test_what_threads_decode_lz4_in_counts(tmp_path):
     assert needs_of(80 * 10**6, 2 * 20_000, tmp_path, where=where, fields=["b"], batch_size=4096) == 0
 
 
-@pytest.mark.parametrize("lanes", [None, 1])
+@pytest.mark.parametrize("lanes", [None, longer(1)])
 def test_rare_ragged_spikes_stay_within_memory(lanes, tmp_path):
     field, layout = Field("ragged", "uint8", ()), Layout(codec="none")
     with Writer(tmp_path / "d", {"x": field}, num_samples=1600, layout=layout) as out:
@@ -167,7 +168,7 @@ def test_rare_ragged_spikes_stay_within_memory(lanes, tmp_path):
     needs_of(61 * 10**6, 2 * 1600, tmp_path, lanes=lanes, block=16, window=64)
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [longer(False), True])
 def test_the_plan_of_millions_of_rows_counts(held, tmp_path):
     count = 8_000_000
     with Writer(tmp_path / "d", {"x": Field("tensor", "int32", ())}, num_samples=count) as out:
@@ -206,9 +207,9 @@ def write_images(url: Path, sides: list[int], count: int) -> None:
     ("sides", "count", "arguments"),
     [
         ([2000], 192, {"batch_size": 16}),
-        ([2000], 192, {"batch_size": None}),
+        longer([2000], 192, {"batch_size": None}),
         ([500, 2000, 1000], 192, {"batch_size": 32, "corner": True}),
-        ([3000], 48, {"batch_size": 16, "size": (64, 64)}),
+        longer([3000], 48, {"batch_size": 16, "size": (64, 64)}),
     ],
 )
 def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, count, arguments, tmp_path):
@@ -282,7 +283,7 @@ def write_photographs(url: Path) -> None:
     ("write", "count", "arguments"),
     [
         (write_vectors, 400_000, {}),
-        (write_pixels, 1000, {}),
+        longer(write_pixels, 1000, {}),
         (write_photographs, 3000, {"decode": {"size": [224, 224], "crop": "random", "normalize": "imagenet"}}),
     ],
     ids=["vectors", "pixels", "photographs"],
