@@ -206,9 +206,9 @@ class Engine:
         if config.decoders or config.transform is not None or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
-        if config.rows:  # the other columns are written while the tokens are found, not copied
-            size = self._row_bytes(beside=False) * share.batch
         shared = self.executor.workers > 0
+        if config.rows:  # in one process as many tokens as without packing, so that a gather costs each as much
+            size = self._row_bytes(beside=shared) * share.batch
         most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
         steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
         held = all(reader.layout.resident for name in self._names for reader in self._readers(name))
