@@ -659,7 +659,8 @@ class Join(Option):
         _check(self, "fields", len({*names}) == len(names), "give each field a name of its own")
         _check(self, "missing", self.missing in ("raise", "drop"), 'choose "raise" or "drop"')
         _check(self, "missing", self.missing == "raise" or self.on is not None, "give on=, or leave it out")
-        _check(self, "right", not isinstance(self.right, Join), "join one after the other: Join(Join(a, b), c)")
+        nested = isinstance(getattr(self.right, "url", self.right), Join)  # also in a Source
+        _check(self, "right", not nested, "join one after the other: Join(Join(a, b), c)")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -397,6 +397,26 @@ def test_two_right_sides_with_the_same_fields_are_renamed_apart(left, right, tmp
         assert same(batch["species"], batch["id"] % 2)
 
 
+def test_a_third_dataset_is_joined_by_a_field_of_the_second(left, right, tmp_path):
+    """Also where samples of the left side have no row in the second one, which is left out."""
+    kinds = {"kind": "text", "size": "int64"}
+    with sl.Writer(tmp_path / "kinds", kinds, layout=SMALL, workers=1) as out:
+        out.write_batch(
+            {"kind": [f"{i}é" * (i % 4) for i in range(N) if i % 4], "size": [i for i in range(N) if i % 4]}
+        )
+    some = sl.Source(right, where="score < 40")  # 0 to 79
+    for key in ("caption", "text"):
+        inner = sl.Join(left, some, on="id", fields={"caption": key}, missing="drop")
+        ds = stream(sl.Join(inner, tmp_path / "kinds", on=(key, "kind"), missing="drop"))
+        for batch in ds:
+            assert check_values(batch) and batch["size"].tolist() == batch["id"].tolist()
+        ids = [check_values(batch) for batch in ds]
+        assert sorted(flat(ids)) == [i for i in range(80) if i % 4]
+        state = stream(sl.Join(left, right, on="id")).state_dict()
+        with pytest.raises(StateError, match="joined"):
+            ds.load_state_dict(state)
+
+
 def test_memory_is_bounded_and_counts_the_numbers_of_joined_samples(left, right):
     from datasets import least_memory
 
@@ -444,6 +464,7 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
         (lambda: sl.Join(left, right, missing="drop"), "give on="),
         (lambda: sl.Join(left, right, on="id", missing="x"), "choose"),
         (lambda: sl.Join(left, sl.Join(left, right, on="id")), "one after the other"),
+        (lambda: sl.Join(left, sl.Source(sl.Join(left, right, on="id"))), "one after the other"),
         (lambda: stream(sl.Join(sl.Source(left), right, on="id"), where="id < 3"), "where of a Join whose left side"),
     ):
         with pytest.raises(UsageError, match=shown):

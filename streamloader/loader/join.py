@@ -88,10 +88,7 @@ def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
             problem = f"other samples are deleted from {left.store.url} than from {right.store.url}"
             raise FieldError(problem, "join them by a key: Join(on=)")
         return None
-    wanted, found = (
-        read_keys(side.store, side.manifest, key, side.remaining)
-        for side, key in zip((left, right), join.keys, strict=True)
-    )
+    wanted, found = (_keys(dataset, key) for dataset, key in zip((left, right), join.keys, strict=True))
     selected = None if right.selection is None else right.selection[:]
     where = f"field {join.keys[1]!r} of {right.store.url}"
     rows = find_rows(wanted, found if selected is None else found[selected], where)
@@ -102,6 +99,13 @@ def _match(join: Join, left: Dataset, right: Dataset) -> Ints | None:
     if selected is not None:
         rows[rows >= 0] = selected[rows[rows >= 0]]
     return rows
+
+
+def _keys(dataset: Dataset, key: str) -> NDArray[Any]:
+    """Return the key of each sample, which may be a field that is joined to it; any key if it has no row there."""
+    side, rows, stored = dataset.side(key)
+    keys = read_keys(side.store, side.manifest, stored, side.remaining)
+    return keys if rows is None else keys[rows]
 
 
 def describe_reads(dataset: Dataset, block: int) -> str:
