@@ -25,26 +25,20 @@ def read_keys(store: Store, manifest: Manifest, on: str, remaining: Remaining | 
     """
     if on == INDEX and on not in manifest.fields:
         return np.arange(manifest.num_remaining)
-    if on not in manifest.fields:
-        raise FieldError(f"{store.url} has no field {on!r}", f"its fields are {', '.join(manifest.fields)}")
-    field, where = manifest.fields[on].field, f"field {on!r} of {store.url}"
+    reader, where = FieldReader(store, manifest, on, remaining), f"field {on!r} of {store.url}"
+    check_key(reader.layout.field, where)
+    return as_keys(read_columns({on: reader}, 0, manifest.num_remaining)[on])
+
+
+def check_key(field: Field, where: str) -> None:
+    """Raise `FieldError` for a field that is no key."""
     if not (field.kind in ("text", "bytes") or (field.fixed and field.shape == ())):
-        raise _no_key(field, where)
-    columns = read_columns({on: FieldReader(store, manifest, on, remaining)}, 0, manifest.num_remaining)
-    return as_keys(columns[on], field, where)
+        raise FieldError(f"{where} is {field}", "join by a field with one number or text for each sample")
 
 
-def as_keys(column: Column, field: Field, where: str) -> NDArray[Any]:
-    """Return keys as an array of numbers, or of bytes objects. Raises `FieldError` for a field that is no key."""
-    if field.kind in ("text", "bytes"):
-        return np.fromiter(column, object, len(column))
-    if not isinstance(column, np.ndarray) or column.ndim != 1:
-        raise _no_key(field, where)
-    return column
-
-
-def _no_key(field: Field, where: str) -> FieldError:
-    return FieldError(f"{where} is {field}", "join by a field with one number or text for each sample")
+def as_keys(column: Column) -> NDArray[Any]:
+    """Return keys as an array of numbers, or of bytes objects."""
+    return column if isinstance(column, np.ndarray) else np.fromiter(column, object, len(column))
 
 
 def find_rows(wanted: NDArray[Any], found: NDArray[Any], where: str) -> NDArray[np.int64]:

@@ -660,11 +660,7 @@ def finish_erased(
     `base` has the deleted samples of the new version. In a receipt `nbytes` is the number of decoded bytes that were
     erased. Raises as `finish_extension`.
     """
-    manifest, layouts, hashes = (
-        replace(base, generation=base.generation + 1),
-        dict[str, FieldLayout](),
-        dict[str, str](),
-    )
+    manifest, layouts, hashes = replace(base, generation=base.generation + 1), dict[str, FieldLayout](), {}
     for name, layout in base.fields.items():
         entries, stored, nbytes = tables.ChunkTable(store, base, name).read(), layout.stored, layout.nbytes
         for shard, receipt in written[name].items():
@@ -673,8 +669,7 @@ def finish_erased(
             entries[shard] = receipt.entries
         skips = tuple(skip for skip in layout.skips if skip[0] not in written[name])
         layouts[name] = replace(layout, nbytes=nbytes, stored=stored, skips=skips)
-        _put_table(store, name, layout, manifest, entries)
-        hashes[name] = tables.table_digest(entries)
+        hashes[name] = _put_table(store, name, layout, manifest, entries)
     manifest = replace(manifest, fields=layouts, tables=hashes, lengths=lengths)
     return _checked(store, manifest, base.order.window > 4 * base.order.block, provenance)
 
@@ -707,17 +702,17 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         entries[: len(before)] = before
         for shard, receipt in written[name].items():
             entries[shard] = receipt.entries
-        _put_table(store, name, layout, manifest, entries)
-        hashes[name] = tables.table_digest(entries)
+        hashes[name] = _put_table(store, name, layout, manifest, entries)
     digests = {name: _lengths_digest(store, extension, name, written[name]) for name in base.fields}
     return replace(manifest, tables=hashes, lengths={name: digest for name, digest in digests.items() if digest})
 
 
-def _put_table(store: Store, name: str, layout: FieldLayout, manifest: Manifest, entries: NDArray[np.uint32]) -> None:
-    """Write the chunk table of a field of the new version `manifest`."""
+def _put_table(store: Store, name: str, layout: FieldLayout, manifest: Manifest, entries: NDArray[np.uint32]) -> str:
+    """Write the chunk table of a field of the new version `manifest`; return its SHA-256."""
     pages = enumerate(tables.encode_pages(entries, tables.rows_per_page(layout, manifest.num_samples)))
     objects = [(tables.page_path(name, number, manifest.generation), page) for number, page in pages]
     run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
+    return tables.table_digest(entries)
 
 
 def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapping[int, FieldReceipt]) -> str:

@@ -392,13 +392,18 @@ class Addition(ABC):
         problem = f"{self.opened.store.url} was changed by another run: {base.digest} became {now.digest}"
         raise DestinationError(problem, "run the append again")
 
+    def kept_receipts(self, shards: range) -> dict[int, publish.Receipt]:
+        """Return the receipts of those of the shards that an earlier run wrote, and that are as it left them."""
+        receipts = publish.read_receipts(self.opened.store, f"{publish.APPEND}/receipts")
+        for shard in {*receipts} - {*shards} | {*publish.check_receipts(self.opened.store, receipts)}:
+            del receipts[shard]
+        return receipts
+
     def _write(self, extension: publish.Extension) -> tuple[dict[int, publish.Receipt], int]:
         """Write shards until none is missing; return the receipts, and the number that an earlier run left."""
         store, options = self.opened.store, self.run_options
         rows = SampleRows.of(range(self.source.num_samples), self.transforms.shuffle)
-        receipts = publish.read_receipts(store, f"{publish.APPEND}/receipts")
-        for shard in {*receipts} - {*extension.shards} | {*publish.check_receipts(store, receipts)}:
-            del receipts[shard]
+        receipts = self.kept_receipts(extension.shards)
         kept, done = len(receipts), sum(receipt.num_samples for receipt in receipts.values())
         count = job.counter(job.Progress("write", done, extension.added, kept=done), options.listener)
 
@@ -473,8 +478,13 @@ class _Append(Addition):
 
 def with_entry(provenance: Mapping[str, Any], key: str, entry: Any) -> dict[str, Any]:
     """Return the provenance with one more entry in the list at `key`."""
-    earlier = provenance.get(key)
-    return {**provenance, key: [*(earlier if isinstance(earlier, list) else []), entry]}
+    return {**provenance, key: [*entries(provenance, key), entry]}
+
+
+def entries(provenance: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list at `key`, empty for anything else."""
+    found = provenance.get(key)
+    return found if isinstance(found, list) else []
 
 
 def _target(base: Manifest, source: RowSource) -> Manifest:

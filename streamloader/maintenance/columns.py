@@ -35,11 +35,11 @@ from streamloader.errors import FieldError, UsageError
 from streamloader.format import publish
 from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.geometry import EXPANSION, add_layouts
-from streamloader.format.keys import as_keys, match_rows, read_keys
+from streamloader.format.keys import as_keys, check_key, match_rows, read_keys
 from streamloader.format.manifest import Field, Manifest, class_names
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader, read_columns
-from streamloader.maintenance.append import GROWTH, Addition, AppendReport, with_entry
+from streamloader.maintenance.append import GROWTH, Addition, AppendReport, entries, with_entry
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 
@@ -210,9 +210,10 @@ class _Opener:
 
 def _read_keys(source: RowSource, on: str) -> NDArray[Any]:
     """Return the keys of all rows of a source."""
+    check_key(source.fields[on], f"column {on!r} of {source.url}")
     pieces = [np.arange(first, min(first + ROWS, source.num_samples)) for first in range(0, source.num_samples, ROWS)]
     columns = [source.fragment(rows)(raise_bad_rows(rows))[on] for rows in pieces]
-    return np.concatenate([as_keys(column, source.fields[on], f"column {on!r} of {source.url}") for column in columns])
+    return np.concatenate(list(map(as_keys, columns)))
 
 
 def _samples(opened: Opened, remaining: Remaining | None) -> RowSource:
@@ -365,6 +366,4 @@ class _Columns(Addition):
 
 def added_fields(provenance: Mapping[str, Any]) -> set[str]:
     """Return the names of the fields that were added to a dataset."""
-    entries = provenance.get(ADDED)
-    entries = entries if isinstance(entries, list) else []
-    return {name for entry in entries if isinstance(entry, dict) for name in entry.get("fields", ())}
+    return {name for entry in entries(provenance, ADDED) if isinstance(entry, dict) for name in entry.get("fields", ())}

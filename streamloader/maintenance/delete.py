@@ -19,7 +19,7 @@ from streamloader.format.conditions import Condition, matching_samples, number_f
 from streamloader.format.deleted import Remaining, read_remaining, write_deleted
 from streamloader.format.manifest import Manifest
 from streamloader.format.opening import Opened
-from streamloader.maintenance.append import Addition, AppendReport, check_claim, with_entry, without_rows
+from streamloader.maintenance.append import Addition, AppendReport, check_claim, entries, with_entry, without_rows
 from streamloader.maintenance.erase import Eraser
 from streamloader.options import in_range, whole_numbers
 from streamloader.samples import distinct
@@ -189,7 +189,6 @@ class _Delete(Addition):
 
 def erased_by(manifest: Manifest) -> tuple[int, int]:
     """Return how many samples a version that erased bytes deleted, and of how many it erased them, 0 of any other."""
-    entries = manifest.provenance.get(DELETED)
-    last = entries[-1] if isinstance(entries, list) and entries else {}
+    last: dict[str, Any] = next(reversed(entries(manifest.provenance, DELETED)), {})
     erased = int(last.get("erased", 0)) if last.get("generation") == manifest.generation else 0
     return (int(last["num_samples"]), erased) if erased else (0, 0)

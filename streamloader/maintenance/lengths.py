@@ -92,9 +92,8 @@ class _Lengths(Addition):
         """Write the pages of all shards, except those that an earlier run wrote; return the receipts of all."""
         store, base = self.opened.store, self.opened.manifest
         readers = {name: FieldReader(store, base, name) for name in self._names}
-        receipts = publish.read_receipts(store, f"{APPEND}/receipts")
-        for shard in publish.check_receipts(store, receipts):
-            del receipts[shard]
+        shards = range(-(-base.num_samples // base.samples_per_shard))
+        receipts = self.kept_receipts(shards)
         kept = sum(receipt.num_samples for receipt in receipts.values())
         count = job.counter(job.Progress("write", kept, base.num_samples, kept=kept), self.run_options.listener)
 
@@ -103,7 +102,6 @@ class _Lengths(Addition):
             count(receipt.num_samples)
             return receipt
 
-        shards = range(-(-base.num_samples // base.samples_per_shard))
         missing = [shard for shard in shards if shard not in receipts]
         receipts |= dict(zip(missing, run_all(write, missing, SHARDS), strict=True))
         check_claim(store, self.claim)
