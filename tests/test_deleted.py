@@ -214,6 +214,7 @@ def test_after_an_erasure_a_run_goes_on_from_memory_and_cannot_read_what_was_wri
     for _ in range(2):
         for memory_only in (kept, held):
             assert {int(n) for batch in memory_only for n in batch["n"]} == {*range(COUNT)}, "also 3"
+    assert (opened[3]["n"], opened[3]["t"]) == (3, base_columns(3, 4)["t"][0])
     for read in (lambda: list(streamed), lambda: opened[:], lambda: opened.lengths("t")):
         with pytest.raises((ModifiedError, MissingObjectError), match="open the dataset again if samples were erased"):
             read()

@@ -8,14 +8,12 @@ import hashlib
 from functools import partial
 
 import numpy as np
-from numcodecs import zstd
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, FormatError, ModifiedError
-from streamloader.format.codecs import ZSTD_LEVEL, decompress_exactly, with_checksum
+from streamloader.errors import FormatError, ModifiedError
 from streamloader.format.manifest import Deleted, Manifest, deleted_path
 from streamloader.format.opening import reread
-from streamloader.format.tables import LengthTable, get_page
+from streamloader.format.tables import LengthTable, encode_page, read_page
 from streamloader.samples import AllBut
 from streamloader.storage.store import Store
 
@@ -47,19 +45,15 @@ def read_lengths(store: Store, manifest: Manifest, name: str, remaining: Remaini
 
 def write_deleted(store: Store, generation: int, numbers: Ints) -> Deleted:
     """Write the numbers of all samples that version `generation` leaves out, ascending; return the manifest's value."""
-    data = numbers.astype("<u8").tobytes()
-    store.put(deleted_path(generation), with_checksum(bytes(zstd.compress(data, ZSTD_LEVEL))))
-    return Deleted(generation, numbers.size, hashlib.sha256(data).hexdigest())
+    values = numbers.astype("<u8")
+    store.put(deleted_path(generation), encode_page(values))
+    return Deleted(generation, numbers.size, hashlib.sha256(values.data).hexdigest())
 
 
 def _read(store: Store, manifest: Manifest, deleted: Deleted) -> Ints:
     path, numbers = deleted_path(deleted.generation), np.empty(deleted.count, "<u8")
     where, remedy = f"the list of deleted samples {store.url}/{path}", "copy or convert the dataset again"
-    data = get_page(store, path, "list of deleted samples", numbers.nbytes + numbers.nbytes // 128 + 64)
-    try:
-        decompress_exactly("zstd", data, numbers.view(np.uint8))
-    except CorruptError as error:
-        raise CorruptError(f"{where} is damaged: {error.problem}", remedy) from error
+    read_page(store, path, "list of deleted samples", numbers)
     if hashlib.sha256(numbers.data).hexdigest() != deleted.sha256:
         raise ModifiedError(f"{where} is intact, but does not match the manifest", remedy)
     if numbers[-1] >= manifest.num_samples or np.any(numbers[1:] <= numbers[:-1]):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -217,7 +218,7 @@ def encode_lengths(lengths: NDArray[np.integer], layout: FieldLayout) -> bytes:
     """Return the stored page of a shard with these lengths, padded with zeros. The same lengths give the same bytes."""
     page = np.zeros(layout.shard, "<u4")
     page[: len(lengths)] = lengths
-    return with_checksum(bytes(zstd.compress(page, ZSTD_LEVEL)))
+    return encode_page(page)
 
 
 def lengths_digest(lengths: NDArray[np.integer]) -> str:
@@ -282,14 +283,24 @@ class LengthTable:
             raise errors.ModifiedError(problem, REOPEN)
 
     def _load(self, index: int) -> NDArray[np.uint32]:
-        path, page = lengths_path(self._name, index), np.empty(self._layout.shard, "<u4")
-        limit = page.nbytes + page.nbytes // 128 + 64  # zstd adds less to data that it cannot compress
-        data = get_page(self._store, path, "table of lengths", limit)
-        try:
-            decompress_exactly("zstd", data, page.view(np.uint8))
-        except errors.CorruptError as error:
-            raise _damaged(f"the table of lengths {self._store.url}/{path}", error.problem) from error
+        page = np.empty(self._layout.shard, "<u4")
+        read_page(self._store, lengths_path(self._name, index), "table of lengths", page)
         return page[: self._num_samples - index * self._layout.shard].astype(np.uint32, copy=False)
+
+
+def encode_page(values: NDArray[Any]) -> bytes:
+    """Return the stored form of a page that is compressed. The same values give the same bytes."""
+    return with_checksum(bytes(zstd.compress(values, ZSTD_LEVEL)))
+
+
+def read_page(store: Store, path: str, noun: str, out: NDArray[Any]) -> None:
+    """Read and decompress a page of a table to `out`. Raises as `get_page`."""
+    limit = out.nbytes + out.nbytes // 128 + 64  # zstd adds less to data that it cannot compress
+    data = get_page(store, path, noun, limit)
+    try:
+        decompress_exactly("zstd", data, out.view(np.uint8))
+    except errors.CorruptError as error:
+        raise _damaged(f"the {noun} {store.url}/{path}", error.problem) from error
 
 
 def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False) -> memoryview:

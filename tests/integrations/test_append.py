@@ -4,10 +4,12 @@ import json
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import naive_reader
 import numpy as np
 import pytest
+from added import kill_at_each_change
 from commands import run
 from conversions import Stop, contents, dying, meanwhile, write_photos
 from faulty import passing_server
@@ -381,29 +383,11 @@ def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split,
     shutil.copytree(tmp_path / "data", tmp_path / "whole")
     report = sl.append(tmp_path / "whole", source, split=split, workers=0)
     assert set(report.manifest.lengths) == {"raw", "t", "r"} and sl.verify(tmp_path / "whole").ok
-    whole, first = contents(tmp_path / "whole"), contents(tmp_path / "data")
-    count = sl.open(tmp_path / "data", split=split)
-    ended = False
-    for changes in range(200):
-        there = tmp_path / f"killed{changes}"
-        shutil.copytree(tmp_path / "data", there)
-        with monkeypatch.context() as patch, suppress(Stop):
-            dying(patch, changes)
-            sl.append(there, source, split=split, workers=0)
-            ended = True
-        ds = sl.open(there, split=split)
-        assert len(ds) in (len(count), len(count) + 25)
-        assert ds[:]["n"].tolist()[: len(count)] == count[:]["n"].tolist()
-        if ended:
-            break
-        if changes % 2:
-            assert (len(ds) > len(count)) or abandon(there, split=split) == (changes > 0)
-            assert len(ds) > len(count) or contents(there) == first
-        sl.append(there, source, split=split, workers=0)
-        assert contents(there) == whole
-        shutil.rmtree(there)
-    assert ended
-    assert changes > 15
+    before, after = (sl.open(tmp_path / name, split=split)[:]["n"].tolist() for name in ("data", "whole"))
+    assert (after[: len(before)], len(after)) == (before, len(before) + 25)
+    shutil.rmtree(tmp_path / "whole")
+    append = partial(sl.append, src=source, split=split, workers=0)
+    assert kill_at_each_change(append, tmp_path / "data", split, monkeypatch) > 15
 
 
 def test_a_kill_of_the_abandoning_is_repaired_by_doing_it_again(data, grow, monkeypatch):
