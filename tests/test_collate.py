@@ -242,7 +242,7 @@ def test_steps_that_are_gathered_together_have_the_columns_of_each_by_itself(
         data[chunk.start + 5] ^= 0xFF
         (path / chunk.path).write_bytes(data)
         options |= {"on_error": bad, "max_bad": N}
-    found = []
+    found, elements = [], []
     monkeypatch.setattr(engine, "LEAST_GROUPS", 1)
     for most, padded_bytes in ((1, 1 << 20), (7, 1 << 20), (7, 0)):
         for name in ("MAX_STEPS_AT_ONCE", "MAX_SHARED_STEPS"):
@@ -251,7 +251,9 @@ def test_steps_that_are_gathered_together_have_the_columns_of_each_by_itself(
         dataset = sl.StreamingDataset(path, batch_size=4, with_index=True, seed=4, num_workers=workers, **options)
         assert dataset._engine().steps_at_once(dataset._first_share()) == most
         found.append(list(dataset))
+        elements.append((dataset.stats().elements, dataset.stats().padding_elements))
         dataset.close()
+    assert len({*elements}) == 1
     for one, *others in zip(*found, strict=True):
         for other in others:
             assert [*one] == [*other]
