@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from amounts import longer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +115,9 @@ def test_jobs_run_in_order_and_an_error_is_reported():
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
-def test_closing_from_several_threads_at_once_ends_all_threads():
+# on a busy machine the interpreter does little but change threads: a round takes seconds
+@pytest.mark.parametrize("rounds", [5, longer(100)])
+def test_closing_from_several_threads_at_once_ends_all_threads(rounds):
     def close(threads: Threads) -> None:
         for _ in range(20):
             threads.close()
@@ -124,7 +127,7 @@ def test_closing_from_several_threads_at_once_ends_all_threads():
     sys.setswitchinterval(1e-6)  # threads take turns as often as the interpreter lets them
     try:
         with ThreadPoolExecutor(3) as closers:
-            for _ in range(100):
+            for _ in range(rounds):
                 threads, begun = Threads("closed", 48, raised.append), threading.Barrier(49)
                 for _ in range(48):
                     threads.run(begun.wait)
