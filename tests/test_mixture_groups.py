@@ -50,15 +50,14 @@ def naive(share: MixShare, tables: list[np.ndarray]) -> list[int]:
     """The source position whose sample each position of the epoch gets, by rule 12 of the specification."""
     assert share.bucket is not None
     (steps, group, _), orders = share.bucket, share.mix.orders
-    whole = share.num_samples // group * group
     source, at, _ = replace(share, bucket=None, batch=1, world=World(0, 1)).rows(0, share.num_samples)
     got, key = at.tolist(), reference_order.keys(reference_order.Case("", 1, 1, 1, 2, orders[0].seed, share.epoch))[2]
     samples: dict[tuple[int, int], list[int]] = {}
-    for window, begin in enumerate(range(0, whole, steps * group)):
-        k = min(steps, (whole - begin) // group)
+    for window, begin in enumerate(range(0, share.num_samples, steps * group)):
+        k = min(steps, -(-(share.num_samples - begin) // group))
         numbers = [reference_order.permuted(i, k, (key + window) % 2**64) for i in range(k)]
         places: dict[tuple[int, int, int], list[int]] = {}
-        for p in range(begin, begin + k * group):
+        for p in range(begin, min(begin + k * group, share.num_samples)):
             order = orders[source[p]]
             epoch, position = divmod(int(at[p]), order.num_samples)
             places.setdefault((int(source[p]), epoch, position % order.lanes), []).append(p)

@@ -58,6 +58,7 @@ def test_streaming_dataset_takes_what_was_promised():
             "collate": None,
             "bucket_by": None,
             "bucket_steps": 100,
+            "max_tokens": None,
             "clips": None,
         },
     }

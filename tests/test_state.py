@@ -151,7 +151,7 @@ def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int]]:
     share, position = draw(runs())
     count = share.global_steps(position)
     left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12))) if count else set()
-    return share.skipping(skip_steps(share.epoch, left_out, position, share.global_batch)), position, left_out
+    return share.skipping(skip_steps(share, left_out, position)), position, left_out
 
 
 @settings(max_examples=150, deadline=None)

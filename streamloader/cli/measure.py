@@ -123,6 +123,7 @@ def parse_packs(text: str) -> dict[str, int]:
 @shared.exclude_option
 @option("--bucket-by", help="The field by whose length batches get samples of like length.")
 @option("--bucket-steps", type=int, default=100, help="Steps among which samples exchange their places.")
+@option("--max-tokens", type=int, help="With --bucket-by: the most elements of a padded batch, whose samples vary.")
 @option(
     "--pack",
     parse=parse_packs,
@@ -241,7 +242,7 @@ def _padding_line(planned: Forecast | MixtureForecast) -> Iterator[str]:
 def _steps_line(planned: Forecast | MixtureForecast) -> str:
     ranks, size = planned.world_size, planned.batch_size
     together = f"{size:,} samples on each of {ranks:,} ranks ({ranks * size:,} together)"
-    return f"steps     {planned.steps:,} an epoch, of {together}"
+    return f"steps     {planned.steps:,} an epoch, of {'up to ' * bool(planned.max_tokens)}{together}"
 
 
 def _memory_line(planned: Forecast | MixtureForecast) -> str:

@@ -203,7 +203,7 @@ class Engine:
         does not suffice for more.
         """
         config = self._config
-        if config.decoders or config.transform is not None or config.collate is not None:
+        if share.budget is not None or config.decoders or config.transform is not None or config.collate is not None:
             return 1
         size = share.batch * sum(max(reader.sample_bytes for reader in self._readers(name)) for name in self._names)
         shared = self.executor.workers > 0
@@ -304,9 +304,10 @@ def _samples_before(share: EpochShare, begin: int, at_epoch: Callable[[int], Epo
 
     The run begins at the position `begin` of the epoch of `share`, and later epochs (`at_epoch`) at 0.
     """
-    position = int(plan.positions[0])
-    position -= (position - begin * (plan.epoch == share.epoch)) % share.global_batch  # where all ranks begin the step
-    return at_epoch(plan.epoch).samples_before + position
+    of_epoch, position = at_epoch(plan.epoch), int(plan.positions[0])
+    begin *= plan.epoch == share.epoch
+    # where all ranks begin the step
+    return of_epoch.samples_before + of_epoch.after(begin, of_epoch.steps_between(begin, position))
 
 
 def _mark_resident(rows: Rows, first: int, samples: Sequence[int], error: StreamloaderError) -> None:

@@ -44,6 +44,7 @@ from streamloader.options import (
     whole,
     whole_numbers,
 )
+from streamloader.order.budget import PARTS, step_scale
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
@@ -131,6 +132,7 @@ class Arguments(Option):
     collate: CollateChoice
     bucket_by: BucketChoice = None
     bucket_steps: int = 100
+    max_tokens: int | None = None
     clips: ClipsChoice = None
 
     def _validate(self) -> None:
@@ -160,7 +162,12 @@ class Arguments(Option):
 
     def _validate_buckets(self) -> None:
         whole("bucket_steps", self.bucket_steps, 2)
+        if self.max_tokens is not None:
+            whole("max_tokens", self.max_tokens)
         if self.bucket_by is None:
+            if self.max_tokens is not None:
+                problem = f"max_tokens={self.max_tokens} without bucket_by="
+                raise UsageError(problem, "name the field whose elements it counts: bucket_by='tokens'")
             return
         if not isinstance(self.bucket_by, str) and not callable(self.bucket_by):
             remedy = "give a field of variable length, or a function of the lengths by field"
@@ -299,6 +306,42 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
         problem = f"bucket_by= returned {values.dtype}{list(values.shape)} for {count} samples"
         raise UsageError(problem, "return one whole number from 0 to 2**32 - 1 for each sample")
     return np.ascontiguousarray(values, np.uint32)
+
+
+def choose_buckets(given: Arguments, datasets: Sequence[Dataset], *, mixed: bool) -> dict[str, Any]:
+    """Return the values of `RunState` that say how samples are put in buckets; a budget cuts the steps of these."""
+    if datasets[0].bucket_digest is None:
+        return {}
+    if given.max_tokens is None:
+        return {"bucket": (given.bucket_steps, 0)}
+    means = [float(dataset.lengths.mean()) for dataset in datasets if dataset.lengths is not None]
+    fitting = given.max_tokens * len(means) / max(1.0, sum(means))
+    scale = step_scale(given.batch_size or 1, fitting, whole=mixed)
+    return {"bucket": (max(2, given.bucket_steps // PARTS), 0), "bucket_scale": scale}
+
+
+def padded_lengths(choice: BucketChoice, rules: Mapping[str, Collate], lengths: Ints) -> Ints:
+    """Return the lengths to which values of a field of buckets are padded if the longest have some lengths."""
+    rule = rules.get(choice) if isinstance(choice, str) else None
+    if not isinstance(rule, Pad) or rule.to is None:
+        return lengths
+    found, number = np.unique(lengths, return_inverse=True)
+    padded = [rule.padded(length) or length for length in found.tolist()]
+    return np.array(padded, np.int64)[number].reshape(lengths.shape)
+
+
+def check_budget(given: Arguments, dataset: Dataset, rules: Mapping[str, Collate]) -> None:
+    """Raise `BatchError` for a selected sample that alone has more than `max_tokens` elements with its padding."""
+    if given.max_tokens is None or dataset.lengths is None or not dataset.num_samples:
+        return
+    chosen: Any = getattr(dataset.selection, "drawn_from", dataset.selection)
+    size = PIECE_BYTES // 16
+    parts = [slice(None)] if chosen is None else (chosen[at : at + size] for at in range(0, len(chosen), size))
+    longest = max(int(dataset.lengths[part].max()) for part in parts)
+    padded = int(padded_lengths(given.bucket_by, rules, np.array([longest]))[0])
+    if padded > given.max_tokens:
+        problem = f"max_tokens={given.max_tokens}, but a sample of {dataset.store.url} has {padded} with its padding"
+        raise BatchError(problem, "raise max_tokens=, or leave longer samples out: where= takes a mask of lengths")
 
 
 def choose_clips(choice: ClipsChoice, dataset: Dataset, *, chosen: bool) -> Dataset:
@@ -588,11 +631,28 @@ def _count_chunks(samples: Selection, chunk: int) -> int:
 
 
 def check_share(share: EpochShare) -> None:
-    """Raise `BatchError` if `remainder='drop'` drops the only step."""
+    """Raise `BatchError` if `remainder='drop'` drops the only step, or ranks cannot share the steps of a budget."""
+    if share.budget is not None and share.bucket is not None and share.bucket[1] % share.world.size:
+        problem = f"{share.world.size} ranks with max_tokens= do not divide the {share.bucket[1]} samples of a step"
+        remedy = "take a number of ranks that does, or begin a run: batch_size= times the ranks are those of a step"
+        raise BatchError(problem, remedy)
     if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
-        step = f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples per step"
+        taken = share.global_batch if share.bucket is None else share.bucket[1]
+        step = f"{share.world.size} consumers with batch_size={share.batch} take {taken} samples per step"
         problem = f"{step}, the dataset has {share.num_samples}, and remainder='drop' leaves nothing"
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
+
+
+def aligned(start: RunState, share: EpochShare) -> tuple[RunState, int]:
+    """Return (state, repeated samples): where ranks resume that cannot share the next step by a budget.
+
+    A state of another number of ranks may leave a step with fewer samples than there are ranks.
+    """
+    position, size = start.position, share.world.size
+    if share.budget is None or share.bucket is None or share.after(position, 1) - position >= size:
+        return start, 0
+    back = position % share.bucket[1] % size
+    return replace(start, position=position - back), back
 
 
 # Chunks and groups in a block of packed rows, unless an epoch then has fewer blocks than the least.
@@ -781,15 +841,20 @@ def skip(skips: Mapping[int, Sequence[int]], start: RunState, share: EpochShare)
         raise UsageError(f"skip_steps with {start.workers} DataLoader workers", remedy)
     gaps = share.gaps
     for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):
-        offset = start.position % share.global_batch if epoch == start.epoch else 0
-        before = start.begun_before(epoch) // share.global_batch
-        count, last = share.global_steps(offset) + before, skips[epoch][-1]
+        of_epoch = share if epoch == share.epoch else share.at_epoch(epoch)
+        offset = of_epoch.first_start(start.position) if epoch == start.epoch else 0
+        begun = start.begun_before(epoch)
+        if begun and share.budget is not None:  # the steps of that order are no longer known
+            problem = f"skip_steps of epoch {epoch} with max_tokens=, which set_weights() began again"
+            raise UsageError(problem, "leave the steps of this epoch out")
+        before = begun // share.global_batch
+        count, last = of_epoch.global_steps(offset) + before, skips[epoch][-1]
         if last >= count:
             raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count} steps", "leave it out")
         if len(skips[epoch]) == count:
             raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
         left = [step - before for step in skips[epoch] if step >= before]
-        gaps += skip_steps(epoch, left, offset, share.global_batch)
+        gaps += skip_steps(of_epoch, left, offset)
     return share.skipping(gaps)
 
 
@@ -800,7 +865,7 @@ def skip_all_but(steps: Sequence[int], offset: int, share: EpochShare) -> EpochS
         raise UsageError(
             f"steps {list(steps)[-3:]} of epoch {share.epoch}, which has {count} steps", "give other steps"
         )
-    end = offset + count * share.global_batch
-    parts = share.skipping(skip_steps(share.epoch, steps, offset, share.global_batch)).parts(offset)
+    end = share.after(offset, count)
+    parts = share.skipping(skip_steps(share, steps, offset)).parts(offset)
     others = (Gap(share.epoch, start, end if stop is None else stop) for start, stop in parts)
     return share.skipping(tuple(gap for gap in others if gap.start < gap.stop))

@@ -44,6 +44,7 @@ REPEATED_ROUND = (
     "the state is within a round of DataLoader workers, and their number, the world or the batch size changed: "
     "{} batches of each rank are repeated"
 )
+REPEATED_SAMPLES = "the state is within a step of max_tokens=, of which these ranks take equal parts: {} samples repeat"
 SEVERAL_WORKERS = (
     "{} DataLoader workers on each rank: an epoch has the same samples, but the composition of its batches depends on "
     "DataLoader(num_workers=); give DataLoader none, and num_workers= to the dataset, whose workers share one plan"
@@ -237,7 +238,7 @@ class Pass(Iterator[Columns]):
         loader._options.on_batch(
             BatchReport(
                 epoch=epoch,
-                step=epoch * share.num_steps(0) + cursor.position // share.global_batch,
+                step=epoch * share.num_steps(0) + share.steps_between(0, cursor.position),
                 samples=samples,
                 wait_seconds=self._reported - asked,
                 seconds=self._reported - before,
@@ -324,7 +325,7 @@ class Loader:
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
-            bucket=None if self._datasets[0].bucket_digest is None else (given.bucket_steps, 0),
+            **arguments.choose_buckets(given, self._datasets, mixed=bool(mixture)),
             **mixture | self._weighed(self._datasets),
         )
         self._format = self._choose_format(given, mixed=bool(mixture))
@@ -336,6 +337,7 @@ class Loader:
         self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
         self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
+        self._starts: dict[EpochShare, NDArray[np.int64]] = {}  # of the steps by a budget, of the latest epochs
         self._before_change = 0  # batches of this iteration before `_start` and `_iteration`, if its order changed
 
     def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
@@ -346,6 +348,8 @@ class Loader:
         rules = arguments.choose_rules(self.fields, given, decoders)
         if "nested" in rules.values() and not self._tensors:
             raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
+        for dataset in self._datasets:
+            arguments.check_budget(given, dataset, rules)
         return LoaderConfig(
             decoders=decoders,
             packs=self._choose_packs(self.fields),
@@ -519,6 +523,7 @@ class Loader:
         part = (number + start.extra) % count
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
+        start, back = arguments.aligned(start, share)
         share = arguments.skip(self._skips, start, share)
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
@@ -526,6 +531,7 @@ class Loader:
         if (rank.rank, number) == (0, 0):  # the others would say the same
             texts = (
                 REPEATED_ROUND.format(repeated) if repeated else "",
+                REPEATED_SAMPLES.format(back) if back else "",
                 SEVERAL_WORKERS.format(count) if count > 1 else "",
                 share.describe_rereads(shuffle=bool(start.lanes)),
                 describe_lanes(rank.size, lanes, start.lanes) if start.lanes != lanes else "",
@@ -674,7 +680,7 @@ class Loader:
         world = self._rank
         start = self._start_of(epoch)
         share = self._share(start, world)
-        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
+        start = replace(start, position=share.first_start(start.position), extra=0, workers=1, ranks=0, batch=0)
         chosen = arguments.read_steps("steps", {epoch: steps})[epoch]
         return Pass(self, Cursor(start, share=arguments.skip_all_but(chosen, start.position, share)), advances=False)
 
@@ -722,7 +728,7 @@ class Loader:
     def _log_bad(self, plan: BatchPlan, cursor: Cursor, faults: Mapping[int, Fault]) -> None:
         """Log the bad samples of a step by row. Raises `BadSamplesError` if there are too many."""
         rank, firsts, lines = self._rank.rank, first_samples(self._datasets, selected=False), []
-        step = cursor.position // cursor.share.global_batch
+        step = cursor.share.steps_between(0, cursor.position)
         for row, (number, name, error) in faults.items():
             at = bisect_right(firsts, number) - 1
             dataset, sample = self._datasets[at], number - firsts[at]
@@ -791,7 +797,22 @@ class Loader:
         if start.bucket is None:
             return share
         lengths: Any = tuple(dataset.lengths_of for dataset in self._datasets)
-        return replace(share, bucket=(*start.bucket, lengths if start.stop else lengths[0]))  # type: ignore[type-var]
+        most = self._options.max_tokens
+        budget = None if most is None else (most, self._padded, self._starts_of)
+        bucket = (*start.bucket, lengths if start.stop else lengths[0])
+        return replace(share, bucket=bucket, budget=budget)  # type: ignore[type-var] # a dataclass
+
+    def _starts_of(self, share: EpochShare) -> NDArray[np.int64]:
+        """Return where the steps by a budget start in the epoch of a share; those of the latest two are kept."""
+        every = replace(share, world=World(0, share.world.size), gaps=())  # type: ignore[type-var] # a dataclass
+        if every not in self._starts:
+            starts = every.budget_starts()
+            self._starts = {**dict(list(self._starts.items())[-1:]), every: starts}
+        return self._starts[every]
+
+    def _padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths to which batches are padded whose longest samples have some lengths."""
+        return arguments.padded_lengths(self._options.bucket_by, self._config.rules, lengths)
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""
@@ -806,7 +827,7 @@ class Loader:
         samples = []
         for each_rank in range(world.size) if rank is None else [rank]:
             share = self._share(start, World(each_rank, world.size).consumer(number, workers))
-            samples.append(share.samples(start.position % share.global_batch + turn * share.global_batch))
+            samples.append(share.samples(share.after(share.first_start(start.position), turn)))
         return numbers_among_all(self._datasets)(np.concatenate(samples))
 
     def _set_start(self, start: RunState) -> None:

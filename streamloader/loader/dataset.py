@@ -91,6 +91,7 @@ class NumpyDataset(Loader):
         collate: CollateChoice = None,
         bucket_by: BucketChoice = None,
         bucket_steps: int = 100,
+        max_tokens: int | None = None,
         clips: ClipsChoice = None,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
@@ -286,6 +287,7 @@ class NumpyMixture(Loader):
         clips: ClipsChoice = None,
         bucket_by: BucketChoice = None,
         bucket_steps: int = 100,
+        max_tokens: int | None = None,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

@@ -112,7 +112,7 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
     full, last = divmod(size, order.params.block)
     # rows, distinct blocks, ordered pairs of rows of one block, and probabilities to meet a sample of the epoch
     totals = np.zeros((len(shares), 4))
-    for position in (step * first.global_batch for step in chosen):
+    for position in (first.after(0, step) for step in chosen):
         blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
         for number, share in enumerate(shares):
             source = share.source(share.positions(position)) - position
@@ -126,8 +126,9 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
     alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
     mixed = []
     for share, (taken, spread, pairs, met) in zip(shares, totals.tolist(), strict=True):
-        effect = design_effect(share.batch, pairs / max(1, taken), alike, met / max(1, taken))
-        mixed.append(Mixing(share.batch, spread / max(1, len(chosen)), effect))
+        batch = share.batch if share.budget is None else round(taken / max(1, len(chosen)))
+        effect = design_effect(batch, pairs / max(1, taken), alike, met / max(1, taken))
+        mixed.append(Mixing(batch, spread / max(1, len(chosen)), effect))
     return mixed
 
 
@@ -164,6 +165,7 @@ class ForecastOptions:
     sampling: Sampling = field(default_factory=Sampling)
     bucket_by: str | None = None
     bucket_steps: int = 100
+    max_tokens: int | None = None
     pack: Mapping[str, Pack | int] | None = None
     clips: ClipsChoice = None
     join: str | None = None
@@ -177,7 +179,7 @@ class ForecastOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
-        names = "batch_size", "fields", "shuffle", "memory", "pack", "bucket_by", "bucket_steps", "clips"
+        names = "batch_size", "fields", "shuffle", "memory", "pack", "bucket_by", "bucket_steps", "max_tokens", "clips"
         return {name: getattr(self, name) for name in names} | {"world": (0, self.world_size)}
 
     def source(self, url: str) -> Source:
@@ -191,7 +193,8 @@ class ForecastOptions:
 class EpochForecast:
     """The forecast of an epoch over all ranks.
 
-    `held`: the fields that every rank holds in memory. `kept`: the share of the blocks that every rank keeps in memory
+    `held`: the fields that every rank holds in memory. `max_tokens`: the budget of a batch; `batch_size` is the most
+    samples that it has. `kept`: the share of the blocks that every rank keeps in memory
     for later epochs, from 0 to 1. `requests`, `bytes`: those of all ranks in the first epoch. `memory`: the bytes that
     the loader of a rank may use. `least_memory`: the least that it needs.
     """
@@ -199,6 +202,7 @@ class EpochForecast:
     num_samples: int
     world_size: int
     batch_size: int
+    max_tokens: int | None
     steps: int
     memory: int
     least_memory: int
@@ -265,6 +269,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     assert isinstance(share, Share)
     order, params = share.order, share.order.params
     together = replace(share, batch=share.global_batch, world=World(0, 1))
+    if share.budget is not None:
+        together = replace(together, budget=(share.budget[0] * share.world.size, *share.budget[1:]))
     rank_mixing, together_mixing = mixings((share, together))
     engine = _engine(loader, options)
     share = engine.widened(share)
@@ -305,9 +311,9 @@ def _padding(datasets: Sequence[Dataset], share: EpochShare) -> tuple[float, flo
     examined = sum(2 * params.window * params.lanes for params in fetches) + share.bucket[0] * share.bucket[1]
     lengths, among_all = np.concatenate(tables), numbers_among_all(datasets)
     found, count = [], max(2, min(PADDED_STEPS, MAX_EXAMINED // examined))
-    for each in (share, replace(share, bucket=None)):
+    for each in (share, replace(share, bucket=None, budget=None)):
         steps = _spread(count, each.global_steps(0))
-        rows = [lengths[among_all(each.samples(step * each.global_batch))] for step in steps]
+        rows = [lengths[among_all(each.samples(each.after(0, step)))] for step in steps]
         padded = sum(row.size * int(row.max()) for row in rows)
         found.append(1 - sum(int(row.sum()) for row in rows) / max(1, padded))
     return found[0], found[1]
@@ -490,7 +496,7 @@ def _epoch(
     blocks = sum(-(-dataset.num_samples // share.block) for dataset in loader._datasets)
     values: dict[str, Any] = {
         "num_samples": share.num_samples,
-        **{name: getattr(options, name) for name in ("world_size", "batch_size")},
+        **{name: getattr(options, name) for name in ("world_size", "batch_size", "max_tokens")},
         "steps": share.global_steps(0),
         "memory": budget.bytes,
         "least_memory": engine.least_memory(share),

@@ -24,13 +24,13 @@ Windows = tuple[int, Ints, int]
 def window_bounds(steps: int, group: int, num_samples: int, position: int) -> tuple[int, int]:
     """Return the first position of the window that has a position, and the one after its last.
 
-    The last window has the steps that are left; the positions of an incomplete step after it are none of any window.
+    The last window has the steps that are left, of which the last one may be incomplete.
     """
-    size, whole = steps * group, num_samples // group * group
-    if position >= whole:
+    size = steps * group
+    if position >= num_samples:
         return position, position
     begin = position // size * size
-    return begin, min(begin + size, whole)
+    return begin, min(begin + size, num_samples)
 
 
 def number_steps(bucket: tuple[int, int, Any], keys: EpochOrder, num_samples: int, positions: Ints) -> tuple[int, Ints]:
@@ -43,30 +43,30 @@ def number_steps(bucket: tuple[int, int, Any], keys: EpochOrder, num_samples: in
     parts = []
     for window in range(first, last + 1):
         begin, end = window_bounds(steps, group, num_samples, window * steps * group)
-        count = (end - begin) // group
+        count = -(-(end - begin) // group)
         parts.append((window - first) * steps + permute(np.arange(count), count, keys.group_key(window)))
     return first * steps * group, np.concatenate(parts)
 
 
-def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> Ints:
-    """Return the positions whose samples some positions get."""
+def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> tuple[Ints, Ints]:
+    """Return the positions whose samples some positions get, and the lengths of these."""
     steps, group, lengths = bucket
-    out, rows = positions.copy(), np.flatnonzero(positions < order.num_samples // group * group)
-    if rows.size:
-        begin, numbers = number_steps(bucket, order, order.num_samples, positions[rows])
-        windows = begin, np.repeat(numbers, group), steps
-        out[rows] = exchanged_in_lanes(order, lengths, windows, positions[rows])
-    return out
+    if not positions.size:
+        return positions, positions
+    begin, numbers = number_steps(bucket, order, order.num_samples, positions)
+    return exchanged_in_lanes(order, lengths, (begin, np.repeat(numbers, group), steps), positions)
 
 
-def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, positions: Ints) -> Ints:
-    """Return the positions whose samples some positions of windows get; those of N or more are of later epochs.
+def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, positions: Ints) -> tuple[Ints, Ints]:
+    """Return the positions whose samples some positions of windows get, and the lengths of these samples.
+
+    Positions of N or more are of later epochs.
 
     The positions of a window in a lane of an epoch, sorted by the number of their step, ties by position, get the
     samples of these positions, sorted by length, ties by position.
     """
     (first, numbers, steps), count, stride = windows, order.num_samples, order.lanes
-    out, keys = positions.copy(), positions // count * stride + positions % count % stride
+    out, keys = np.empty((2, positions.size), np.int64), positions // count * stride + positions % count % stride
     for key in distinct(keys).tolist():
         later, lane = divmod(key, stride)
         before = later * count
@@ -79,11 +79,12 @@ def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, po
         of_place = numbers[places + (before - first)]
         edges = np.searchsorted(of_place // steps, np.arange(1, numbers.max() // steps + 1)).tolist()
         ranked = [at + _argsort(part) for at, part in zip([0, *edges], np.split(found, edges), strict=True)]
-        taken = np.empty_like(places)
-        taken[_argsort(of_place)] = places[np.concatenate(ranked)]
+        taken, source = np.empty_like(places), np.concatenate(ranked)
+        taken[_argsort(of_place)] = source
         mine = np.flatnonzero(keys == key)
-        out[mine] = before + taken[(positions[mine] - before) // stride - low]
-    return out
+        source = taken[(positions[mine] - before) // stride - low]
+        out[:, mine] = before + places[source], found[source]
+    return out[0], out[1]
 
 
 def _argsort(values: NDArray[Any]) -> Ints:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
+from streamloader.order.budget import Budget
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import Lengths, exchanged_in_lanes, number_steps
 from streamloader.order.schedule import (
@@ -362,6 +363,7 @@ class MixShare(EpochShare):
     remainder: Remainder
     gaps: tuple[Gap, ...] = ()
     bucket: tuple[int, int, tuple[Lengths, ...]] | None = None
+    budget: Budget | None = None
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
@@ -411,12 +413,13 @@ class MixShare(EpochShare):
     def rows(self, position: int, steps: int) -> tuple[Ints, Ints, Ints]:
         """Return (source, source position, position in the epoch) of this rank's rows of `steps` steps from `position`.
 
-        The source position is that whose sample the row has. Each step has `batch` rows. If the world size divides the
-        turns, rank r takes the source positions that are r modulo the size of each turn. Otherwise the positions of a
-        step are sorted by lane, and the rank takes a run of them, as in a dataset.
+        The source position is that whose sample the row has. If the world size divides the turns, rank r takes the
+        source positions that are r modulo the size of each turn. Otherwise the positions of a step are sorted by lane,
+        and the rank takes a run of them, as in a dataset.
         """
-        begin = self.bounds[0] + position
-        source, source_position, start, size = self.mix.turns(begin, begin + steps * self.global_batch)
+        end = self.after(position, steps)
+        first, last = self._turn_edges(position, end)
+        source, source_position, start, size = self.mix.turns(self.bounds[0] + first, self.bounds[0] + last)
         ranks, rank = self.world.size, self.world.rank
         shared = bool((size % ranks).any())
         counts = size if shared else size // ranks
@@ -424,40 +427,55 @@ class MixShare(EpochShare):
         row = np.arange(turn.size) - np.repeat(np.cumsum(counts) - counts, counts)
         offset = row if shared else ((rank - source_position) % ranks)[turn] + row * ranks
         rows = source[turn], source_position[turn] + offset, start[turn] + offset - self.bounds[0]
+        if (first, last) != (position, end):
+            inside = np.flatnonzero((rows[2] >= position) & (rows[2] < end))
+            rows = rows[0][inside], rows[1][inside], rows[2][inside]
         if shared:
-            run = self._run(*rows, position, steps)
+            run = self._run(*rows, position)
             rows = rows[0][run], rows[1][run], rows[2][run]
         return rows if self.bucket is None else (rows[0], self._exchanged(*rows), rows[2])
+
+    def _turn_edges(self, begin: int, end: int) -> tuple[int, int]:
+        """Return where the first turn of some steps begins, and their last one ends: those of a budget cut turns."""
+        if self.budget is None:
+            return begin, end
+        assert self.bucket is not None
+        group = self.bucket[1]
+        return begin // group * group, -(-end // group) * group
 
     def _exchanged(self, source: Ints, source_position: Ints, position: Ints) -> Ints:
         """Return the source positions whose samples some rows get in buckets."""
         assert self.bucket is not None
         steps, group, lengths = self.bucket
-        out, rows = source_position.copy(), np.flatnonzero(position < self.num_samples // group * group)
+        out, rows = source_position.copy(), np.flatnonzero(position < self.num_samples)
         if not rows.size:
             return out
         keys = EpochOrder(1, OrderParams(1, 1, 2), self.mix.orders[0].seed, self.epoch)
         begin, numbers = number_steps(self.bucket, keys, self.num_samples, position[rows])
         first = self.bounds[0] + begin
-        of_turn, at, starts, sizes = self.mix.turns(first, first + numbers.size * group)
+        of_turn, at, starts, sizes = self.mix.turns(first, min(first + numbers.size * group, self.bounds[1]))
         for number in distinct(source[rows]).tolist():
             turns, mine = np.flatnonzero(of_turn == number), rows[source[rows] == number]
             places = np.repeat(starts[turns] - np.cumsum(sizes[turns]) + sizes[turns], sizes[turns])
             places += np.arange(places.size) - first  # the positions of the source in the windows
-            order = self.mix.orders[number]
-            order = replace(order, stride=order.num_samples * bool(order.stride))  # numbers of the source alone
             windows = int(at[turns[0]]), numbers[places // group], steps
-            out[mine] = exchanged_in_lanes(order, lengths[number], windows, source_position[mine])
+            out[mine], _ = exchanged_in_lanes(self._alone(number), lengths[number], windows, source_position[mine])
         return out
 
-    def _run(self, source: Ints, source_position: Ints, position: Ints, first: int, steps: int) -> Ints:
-        """Return which of the rows of all ranks are this rank's run of each step, sorted by lane / lanes."""
+    def _run(self, source: Ints, source_position: Ints, position: Ints, first: int) -> Ints:
+        """Return which of the rows of all ranks, from a step at `first` on, are this rank's, sorted by lane / lanes."""
         lanes = np.array(self._lanes)[source]
         lane = (source_position % np.array([order.num_samples for order in self.mix.orders])[source]) % lanes
         relative_lane = lane * (lcm(*self._lanes) // lanes)
-        step = (position - first) // self.global_batch
-        ordered = np.lexsort((position, source, relative_lane, step)).reshape(steps, self.global_batch)
-        return np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
+        if self.budget is None:
+            step = (position - first) // self.global_batch
+        else:
+            step = np.searchsorted(self.starts_from(first), position, side="right")
+        ordered = np.lexsort((position, source, relative_lane, step))
+        edges = np.append(np.flatnonzero(np.diff(step, prepend=-1)), step.size)
+        runs = ((begin, self.run_of(end - begin)) for begin, end in pairwise(edges.tolist()))
+        parts = [np.sort(ordered[begin + low : begin + high]) for begin, (low, high) in runs]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, the same on every rank.
@@ -515,10 +533,26 @@ class MixShare(EpochShare):
             samples[of_source] = self.mix.samples(source, source_positions[of_source])
         return [(positions, samples)]
 
+    def row_lengths(self, span: Span) -> list[Ints]:
+        """Return the lengths by which a span's rows are in buckets."""
+        assert self.bucket is not None
+        sources, source_positions, _ = self.rows(span.begin, span.steps)
+        found = np.empty(sources.size, np.int64)
+        for number in distinct(sources).tolist():
+            of_source, alone = sources == number, self._alone(number)
+            mix = replace(self.mix, orders=(alone,))
+            found[of_source] = self.bucket[2][number](mix.samples(0, source_positions[of_source]))
+        return [found]
+
+    def _alone(self, source: int) -> EpochOrder:
+        """Return the order of a source whose samples have the numbers of the source alone."""
+        order = self.mix.orders[source]
+        return replace(order, stride=order.num_samples * bool(order.stride))
+
     def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
         """Return the blocks of a span over all sources and the `live` ones, and the positions of the span's rows."""
         sources, source_positions, positions = self.rows(span.begin, span.steps)
-        edges = span.begin, span.end, *self._within(span)
+        edges = *self._turn_edges(span.begin, span.end), *self._within(span)
         before, after, *within = (self.mix.counts(self.bounds[0] + at).tolist() for at in edges)
         parts: list[BlockReads] = []
         keys: list[MixKey] = []

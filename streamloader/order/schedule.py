@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import BatchError, UsageError, WorldError
 from streamloader.options import REMAINDERS, Remainder
+from streamloader.order.budget import Budget, cut
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import Bucket, exchanged, window_bounds
 
@@ -55,14 +56,14 @@ class Gap(NamedTuple):
     stop: int
 
 
-def skip_steps(epoch: int, steps: Collection[int], offset: int, global_batch: int) -> tuple[Gap, ...]:
-    """Return gaps that skip these steps of an epoch. Step i starts at `offset` + i * `global_batch`."""
+def skip_steps(share: EpochShare, steps: Collection[int], offset: int) -> tuple[Gap, ...]:
+    """Return gaps that skip these steps of the epoch of a share. Step 0 starts at `offset`."""
     gaps: list[Gap] = []
     for step in sorted(set(steps)):
-        start = offset + step * global_batch
+        start, stop = share.after(offset, step), share.after(offset, step + 1)
         if gaps and gaps[-1].stop == start:
             start = gaps.pop().start
-        gaps.append(Gap(epoch, start, offset + (step + 1) * global_batch))
+        gaps.append(Gap(share.epoch, start, stop))
     return tuple(gaps)
 
 
@@ -74,6 +75,9 @@ class EpochShare:
     samples. Steps count from the position where a run starts. `gaps`: what the run skips of this epoch and others, in
     order, with at least one step between two gaps of an epoch.
 
+    A step has G positions, those of `batch` rows on each rank. With a `budget`, the steps of the `bucket` are cut into
+    parts of at most as many that fit into it, see `cut`; the world size divides the steps of the bucket.
+
     Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
     """
 
@@ -84,6 +88,7 @@ class EpochShare:
     remainder: Remainder
     gaps: tuple[Gap, ...]
     bucket: tuple[int, int, Any] | None = None
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -153,12 +158,12 @@ class EpochShare:
         It is the end of the epoch or more if no step follows.
         """
         for gap in self.gaps_after(position):
-            before = max(0, gap.start - position) // self.global_batch
+            before = self.steps_between(position, max(position, gap.start))
             if steps < before:
                 break
             steps -= before
             position = gap.stop
-        return position + steps * self.global_batch
+        return self.after(position, steps)
 
     def count_steps(self, position: int) -> int:
         """Return the number of steps from a position on, without those in gaps, in which this rank has a row."""
@@ -169,8 +174,96 @@ class EpochShare:
         """The number of positions of a step over all ranks, G."""
         return self.world.size * self.batch
 
+    @cached_property
+    def _starts(self) -> Ints:
+        assert self.budget is not None
+        return self.budget[2](self)
+
+    def budget_starts(self) -> Ints:
+        """Return where the steps by a budget start, and where the last one ends. O(samples of the epoch)."""
+        assert self.bucket is not None
+        group, size, count = self.bucket[1], self.world.size, self.num_samples
+        starts, number = [np.zeros(0, np.int64)], 0
+        for longest in self._longest(0, -(-count // group)):
+            starts.append(self._cut_rows(number, longest))
+            number += len(longest)
+        end = {"drop": count // size * size, "uneven": count, "pad": -(-count // size) * size}[self.remainder]
+        every = np.concatenate(starts)
+        return np.append(every[every < end], end)
+
+    def _cut_rows(self, number: int, longest: Ints, first: int = 0) -> Ints:
+        """Return where the parts of steps of the buckets from a number on start, from the row `first` on."""
+        assert self.bucket is not None
+        assert self.budget is not None
+        piece, row = cut(longest[:, first:], self.budget[0], self.batch)
+        return (number + piece) * self.bucket[1] + (first + row) * self.world.size
+
+    def _longest(self, first: int, last: int) -> Iterator[Ints]:
+        """Yield the length to which the rows of all ranks up to each one are padded, in some steps of the buckets.
+
+        Shape (steps, rows of a rank).
+        """
+        assert self.bucket is not None
+        assert self.budget is not None
+        group, size = self.bucket[1], self.world.size
+        one = {"batch": group, "world": World(0, 1), "remainder": "pad", "gaps": (), "budget": None}
+        every: EpochShare = replace(self, **one)  # type: ignore[type-var] # a dataclass
+        for span in cut_spans(every, first * group, last - first, 1):
+            for lengths in every.row_lengths(span):
+                rows = lengths.reshape(-1, group // size, size).max(axis=2)
+                yield np.maximum.accumulate(self.budget[1](rows.astype(np.int64)), axis=1)
+
+    def starts_from(self, position: int) -> Ints:
+        """Return where steps by a budget start, from a position on, at which one does, and where the last one ends.
+
+        The position may be inside a step of the buckets, after fewer or more parts than this world has there.
+        """
+        at = int(np.searchsorted(self._starts, position))
+        if at == self._starts.size or self._starts[at] == position:
+            return self._starts[at:]
+        assert self.bucket is not None
+        number, inside = divmod(position, self.bucket[1])
+        (longest,) = self._longest(number, number + 1)
+        first = self._cut_rows(number, longest, inside // self.world.size)
+        first[0] = position
+        others = self._starts[np.searchsorted(self._starts, (number + 1) * self.bucket[1]) :]
+        return np.concatenate([first[first < self._starts[-1]], others if others.size else self._starts[-1:]])
+
+    def after(self, position: int, steps: int) -> int:
+        """Return the position after `steps` steps from a position on, without regard to gaps.
+
+        With a budget, at most the end of the epoch.
+        """
+        if self.budget is None:
+            return position + steps * self.global_batch
+        starts = self.starts_from(position)
+        return int(starts[min(steps, starts.size - 1)]) if starts.size else position
+
+    def steps_between(self, position: int, stop: int) -> int:
+        """Return the number of whole steps from a position, at which one starts, to a later one, also over gaps."""
+        if self.budget is None:
+            return (stop - position) // self.global_batch
+        return int(np.searchsorted(self.starts_from(position), stop, side="right")) - 1
+
+    def whole_steps(self, position: int, first: int, count: int) -> int:
+        """Return how many steps from the number `first` on, at least `count`, have all parts of the last one's step."""
+        if self.budget is None:
+            return count
+        assert self.bucket is not None
+        starts, group = self.starts_from(position), self.bucket[1]
+        end = -(-int(starts[first + count]) // group) * group
+        if end + group > self.num_samples:  # padding repeats samples of the step before
+            return starts.size - 1 - first
+        return int(np.searchsorted(starts[:-1], end)) - first
+
+    def first_start(self, position: int) -> int:
+        """Return where step 0 of an epoch starts for a run that begins at a position: steps count from there."""
+        return position % self.global_batch if self.budget is None else 0
+
     def global_steps(self, position: int) -> int:
         """Return the number of steps from a position to the end of the epoch, over all ranks."""
+        if self.budget is not None:
+            return max(0, self.starts_from(position).size - 1)
         remaining = max(0, self.num_samples - position)
         return remaining // self.global_batch if self.remainder == "drop" else -(-remaining // self.global_batch)
 
@@ -181,7 +274,7 @@ class EpochShare:
 
     def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps from a position to `stop`, or to the end, in which this rank has a row."""
-        return self.global_steps(position) if stop is None else (stop - position) // self.global_batch
+        return self.global_steps(position) if stop is None else self.steps_between(position, stop)
 
     @property
     def span_steps(self) -> int:
@@ -224,11 +317,22 @@ class EpochShare:
         Raises `UsageError` if no step starts at the position.
         """
         if position < 0 or not self.global_steps(position):
-            steps = f"{self.num_samples} samples in steps of {self.global_batch}"
+            steps = f"{self.num_samples} samples in steps of {'up to ' * bool(self.budget)}{self.global_batch}"
             problem = f"no step starts at position {position}: the epoch has {steps}"
             raise UsageError(problem, f"ask for a step below {self.global_steps(0)}")
-        span = Span(0, 1, 1, position, position + self.global_batch, last=False)
+        span = Span(0, 1, 1, position, self.after(position, 1), last=False)
         return np.concatenate([samples for _, samples in self.read_samples(span)])
+
+    def row_lengths(self, span: Span) -> Iterable[Ints]:
+        """Yield the lengths by which a span's rows are in buckets, in parts of whole steps."""
+        raise NotImplementedError
+
+    def run_of(self, count: int) -> tuple[int, int]:
+        """Return which of the sorted positions of a step are those of this rank, if lanes have several ranks."""
+        rank, size = self.world.rank, self.world.size
+        if self.budget is None:
+            return rank * self.batch, min((rank + 1) * self.batch, count)
+        return rank * count // size, (rank + 1) * count // size
 
     def _within(self, span: Span) -> tuple[int, int, int]:
         """Return where the positions whose samples a span has begin and end, and before which none is left."""
@@ -269,27 +373,40 @@ class EpochShare:
             if resident:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
                 for positions, samples in self.read_samples(span):  # in parts: together they would take more memory
-                    yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
+                    columns = np.zeros(samples.size, np.int64), samples, samples, positions
+                    yield from self._cut(self._edges(span, rows, positions), columns, labels)
                 continue
             used, parts = next(reading)
-            tickets, opened, labels = _assign_tickets(self, used, live, ticket, (starts, rows))
+            parts = self.positions_of_span(span) if parts is None else parts
+            if self.budget is not None:
+                parts = [np.concatenate(list(parts))]  # whose steps are known then
+            edges = np.arange(len(starts) + 1) * rows if self.budget is None else self._edges(span, rows, parts[0])
+            tickets, opened, labels = _assign_tickets(self, used, live, ticket, (starts, edges))
             reads = used[0]
             begin = 0
-            for positions in self.positions_of_span(span) if parts is None else parts:
+            for positions in parts:
                 part = slice(begin, begin + positions.size)
                 block, row = reads.block[part], reads.row[part].astype(np.int64)
-                yield from self._cut(rows, (tickets[block], row, reads.start[block] + row, positions), labels)
+                columns = tickets[block], row, reads.start[block] + row, positions
+                yield from self._cut(self._edges(span, rows, positions), columns, labels)
                 begin += positions.size
             ticket += opened
             live = {reads.keys[i]: int(tickets[i]) for i in np.flatnonzero((tickets >= 0) & ~reads.finished)}
 
-    def _cut(self, rows: int, columns: tuple[Ints, Ints, Ints, Ints], labels: Labels) -> Iterator[BatchPlan]:
-        """Yield plans of `rows` rows each. `columns`: the tickets, rows, samples and positions of all rows."""
+    def _edges(self, span: Span, rows: int, positions: Ints) -> Ints:
+        """Return where the plans of some rows of a span start, and where the last one ends, as indexes of rows."""
+        if self.budget is None:
+            return np.append(np.arange(0, positions.size, rows), positions.size)
+        steps = np.searchsorted(self.starts_from(span.begin), positions, side="right")
+        return np.concatenate([[0], np.flatnonzero(np.diff(steps)) + 1, [positions.size]])
+
+    def _cut(self, edges: Ints, columns: tuple[Ints, Ints, Ints, Ints], labels: Labels) -> Iterator[BatchPlan]:
+        """Yield plans of the rows between edges. `columns`: the tickets, rows, samples and positions of all rows."""
         tickets, row, samples, positions = columns
         valid = positions < self.num_samples
         whole = BatchPlan(self.epoch, 0, self.batch, tickets, row, samples, positions, valid, (), ())
-        for first, (step, needs, done) in zip(range(0, valid.size, rows), labels, strict=False):
-            yield whole.part(first, first + rows, step, needs, done)
+        for (first, stop), (step, needs, done) in zip(pairwise(edges.tolist()), labels, strict=False):
+            yield whole.part(first, stop, step, needs, done)
 
 
 @dataclass(frozen=True)
@@ -306,6 +423,7 @@ class Share(EpochShare):
     unit: int = 1
     gaps: tuple[Gap, ...] = ()
     bucket: Bucket | None = None
+    budget: Budget | None = None
 
     @cached_property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -335,7 +453,7 @@ class Share(EpochShare):
         """Return the number of steps as `EpochShare` does. With "uneven", this rank may have no row in the last one."""
         steps = super().num_steps(position, stop)
         if stop is None and steps and self.remainder == "uneven":
-            return steps - (self.positions(position + (steps - 1) * self.global_batch).size == 0)
+            return steps - (self.positions(self.after(position, steps - 1)).size == 0)
         return steps
 
     def describe_rereads(self, *, shuffle: bool) -> str:
@@ -353,14 +471,14 @@ class Share(EpochShare):
         The positions of padded rows are N or more; `source` maps them to the positions that they repeat.
         """
         limit = self.num_samples - position if self.remainder == "uneven" else self.global_batch
-        count = min(self.global_batch, limit) if self.global_steps(position) else 0
+        count = min(self.after(position, 1) - position, limit) if self.global_steps(position) else 0
         return self._strided(position, count) if self.divides else self._run(position, count)
 
     def positions_of_steps(self, position: int, steps: int) -> Ints:
         """Return the positions of this rank's rows in `steps` steps from `position` on, step by step."""
         full = max(0, steps - 1) if self.divides else 0
-        parts = [self._strided(position, full * self.global_batch)]
-        parts += [self.positions(position + i * self.global_batch) for i in range(full, steps)]
+        parts = [self._strided(position, self.after(position, full) - position)]
+        parts += [self.positions(self.after(position, i)) for i in range(full, steps)]
         return np.concatenate(parts)
 
     def _strided(self, position: int, count: int) -> Ints:
@@ -374,23 +492,27 @@ class Share(EpochShare):
         lanes = self.order.lanes
         first = position + (np.arange(lanes, dtype=np.int64) - position) % lanes
         ends = np.cumsum(_rows_by_lane(position, count, lanes))
-        run = np.arange(self.world.rank * self.batch, min((self.world.rank + 1) * self.batch, count), dtype=np.int64)
+        run = np.arange(*self.run_of(count), dtype=np.int64)
         lane = np.searchsorted(ends, run, side="right")
         before = np.concatenate(([0], ends))[lane]
         return first[lane] + (run - before) * lanes
 
     def source(self, positions: Ints) -> Ints:
         """Return the position whose sample each row has: its own, or the one that a padded row repeats."""
-        n, step = self.num_samples, self.global_batch
-        own = np.where(positions < n, positions, positions % n if n < step else positions - step)
-        return own if self.bucket is None else exchanged(self.bucket, self.order, own)
+        own = self._own(positions)
+        return own if self.bucket is None else exchanged(self.bucket, self.order, own)[0]
+
+    def _own(self, positions: Ints) -> Ints:
+        """Return the position of each row, or the one that a padded row repeats."""
+        n, step = self.num_samples, self.global_batch if self.budget is None or not self.bucket else self.bucket[1]
+        return np.where(positions < n, positions, positions % n if n < step else positions - step)
 
     @cached_property
     def _lanes_by_rank(self) -> Ints:
         """The number of neighbouring lanes that each rank reads in full steps, wherever they start; shape (size,)."""
         size, lanes = self.world.size, self.order.lanes
-        if self.divides:
-            return np.full(size, lanes // size, np.int64)
+        if self.divides or self.budget is not None:
+            return np.full(size, lanes // size if self.divides else lanes, np.int64)
         first_row = np.arange(size, dtype=np.int64) * self.batch
         lowest, highest = np.full(size, lanes, np.int64), np.zeros(size, np.int64)
         for start in range(lanes):
@@ -431,7 +553,7 @@ class Share(EpochShare):
         part = PART_ROWS if self.bucket is None else 4 * PART_ROWS  # fewer windows that two parts have in common
         steps = max(1, part // (self.batch * span.steps_at_once)) * span.steps_at_once
         for first in range(0, span.steps, steps):
-            yield self.positions_of_steps(span.begin + first * self.global_batch, min(steps, span.steps - first))
+            yield self.positions_of_steps(self.after(span.begin, first), min(steps, span.steps - first))
 
     def _sources(self, span: Span) -> Positions:
         """Return a function that yields the positions whose samples the rows of a span have."""
@@ -482,6 +604,14 @@ class Share(EpochShare):
         within = span._replace(within=self._within(span))
         samples = lane_samples(self.order, sources, within) if self.order.shuffle else unshuffled
         return zip(self.positions_of_span(span), samples, strict=True)
+
+    def row_lengths(self, span: Span) -> Iterator[Ints]:
+        """Yield the lengths by which a span's rows are in buckets, in parts of whole steps."""
+        assert self.bucket is not None
+        step, rows = self.global_batch, max(1, LENGTHS_AT_ONCE // self.global_batch) * self.global_batch
+        for begin in range(span.begin, span.end, rows):
+            positions = self.positions_of_steps(begin, (min(begin + rows, span.end) - begin) // step)
+            yield exchanged(self.bucket, self.order, self._own(positions))[1]
 
     def slots_needed(self, steps_at_once: int = 1, epochs: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, from `needs` until `done`.
@@ -561,6 +691,7 @@ Item = TypeVar("Item")
 
 MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `plan_bytes`
 PART_ROWS = 2**15  # rows whose positions are computed together
+LENGTHS_AT_ONCE = 2**20  # rows whose lengths are, since each time costs as much as the shuffle's window is long
 SPANS_AT_ONCE = 2  # that workers compute
 FIRST_STEPS = 64  # maximum steps of the first span, for which the first batch waits
 _MIN_ROWS = 2**12  # rows of a lane below which a longer span costs little
@@ -599,8 +730,9 @@ def cut_spans(share: EpochShare, position: int, steps: int, steps_at_once: int) 
     first = 0
     while first < steps:
         count = steps - first if steps - first <= size + 1 else size
-        begin = position + first * share.global_batch
-        yield Span(first, count, steps_at_once, begin, begin + count * share.global_batch, last=first + count == steps)
+        count = min(share.whole_steps(position, first, count), steps - first)
+        begin, end = share.after(position, first), share.after(position, first + count)
+        yield Span(first, count, steps_at_once, begin, end, last=first + count == steps)
         first += count
         size = min(limit, 2 * size)
 
@@ -789,15 +921,15 @@ Labels = Iterator[tuple[int, tuple[BlockRef, ...], tuple[int, ...]]]  # (step, n
 
 
 def _assign_tickets(
-    share: EpochShare, used: UsedBlocks, live: Mapping[Any, int], next_ticket: int, plans: tuple[range, int]
+    share: EpochShare, used: UsedBlocks, live: Mapping[Any, int], next_ticket: int, plans: tuple[range, Ints]
 ) -> tuple[Ints, int, Labels]:
     """Assign tickets to the blocks that are needed for the first time; `live` blocks keep their tickets.
 
-    `plans`: the first steps of the plans, and their rows.
+    `plans`: the first steps of the plans, and the edges of their rows.
 
     Returns the ticket of each block (-1 if it is not used yet), the number of new tickets, and the labels of the plans.
     """
-    (reads, first, last), (steps, plan_rows) = used, plans
+    (reads, first, last), (steps, edges) = used, plans
     tickets = np.array([live.get(key, -1) for key in reads.keys], np.int64)
     opened = np.flatnonzero((last >= 0) & (tickets < 0))
     opened = opened[np.argsort(first[opened])]
@@ -807,7 +939,6 @@ def _assign_tickets(
     keys = [reads.keys[number] for number in opened.tolist()]
     columns = [column[opened] for column in (tickets, reads.start, reads.stop)]
     refs = list(map(BlockRef, *(column.tolist() for column in (*columns, *share.next_uses(keys, columns[1])))))
-    edges = np.arange(len(steps) + 1) * plan_rows
     needs = _grouped(refs, first[opened], edges)
     done = _grouped(tickets[closed].tolist(), np.maximum(last[closed], 0), edges)
     return tickets, opened.size, zip(steps, needs, done, strict=True)

@@ -138,9 +138,10 @@ class RunState:
     `bucket`: the steps of a window in which samples are put in buckets, and the positions of a step, 0 until it is
     settled; None without buckets.
 
-    Two values of this process are not saved. `fresh`: whether the run has not begun, so its lanes can still follow the
-    number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have; the others
-    are taken from that state.
+    Three values of this process are not saved. `bucket_scale`: (n, d), a step of the buckets has n / d times the
+    positions of a step of the run, whose budget cuts it. `fresh`: whether the run has not begun, so its lanes can still
+    follow the number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have;
+    the others are taken from that state.
     """
 
     sources: tuple[SourceIdentity, ...]
@@ -164,6 +165,7 @@ class RunState:
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
     bucket: tuple[int, int] | None = None
+    bucket_scale: tuple[int, int] = (1, 1)
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
 
@@ -238,7 +240,8 @@ class RunState:
         """
         settled = self._with_lanes(ranks) if self.fresh else self
         if self.bucket is not None and not self.bucket[1]:
-            settled = replace(settled, bucket=(self.bucket[0], global_batch))
+            more, fewer = self.bucket_scale
+            settled = replace(settled, bucket=(self.bucket[0], global_batch * more // fewer))
         if self.stop is None:
             return settled
         unit = self._unit(global_batch, workers)
@@ -527,9 +530,11 @@ class Cursor(NamedTuple):
     @property
     def steps_left(self) -> int:
         """The number of steps of all ranks from this consumer's next one on."""
-        share, size = self.share, self.share.global_batch
+        share = self.share
         parts = share.parts(self.position)
-        return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
+        return sum(
+            share.global_steps(start) if stop is None else share.steps_between(start, stop) for start, stop in parts
+        )
 
     @property
     def state(self) -> RunState:

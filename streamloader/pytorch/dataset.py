@@ -92,7 +92,8 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
     `collate`: how values of different sizes form a batch: "pad" or a `Pad`, "list", "nested", a dict of these by field,
     or a function of the list of samples. `bucket_by`: the field by whose length, or a function of the lengths by field
-    by whose values, batches get samples of like length, within windows of `bucket_steps` steps. `pack`: ragged fields
+    by whose values, batches get samples of like length, within windows of `bucket_steps` steps; with `max_tokens` as
+    many samples, up to `batch_size`, as have at most so many elements with their padding. `pack`: ragged fields
     whose documents are packed into rows of one length. With `{"tokens": Pack(2049, fit="best")}` rows are the samples,
     and batches of every rank have the shape (batch_size, 2049); a batch also has `tokens_documents`,
     `tokens_positions` and `tokens_cu_seqlens`. `{"tokens": 2049}` packs each batch, in rows whose number varies.
