@@ -340,8 +340,7 @@ def steps(tmp_path_factory):
     return folder, {"a": values}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [False, sl.Shuffle(lanes=1)])
+@pytest.mark.parametrize(("shuffle", "workers"), covering([False, sl.Shuffle(lanes=1)], [0, 2]))
 def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers, monkeypatch):
     folder, values = steps
     monkeypatch.setattr(Budget, "reuses_blocks", False)

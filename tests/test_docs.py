@@ -23,8 +23,9 @@ from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-# need what only tests/integrations has, or start many processes: test_pages.py there runs them
-HEAVY = [ROOT / "docs" / f"{name}.md" for name in ("append", "frameworks", "maintenance", "training", "video", "zarr")]
+# need what only tests/integrations has, or take long: test_pages.py there runs them
+LONG = "append buckets collation frameworks joins maintenance observability training video zarr"
+HEAVY = [ROOT / "docs" / f"{name}.md" for name in LONG.split()]
 LINKING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("formats/**/*.md"))]
 
 FENCE = re.compile(r"^```(\w*)( output)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

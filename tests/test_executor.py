@@ -24,6 +24,7 @@ import datasets
 import numpy as np
 import pytest
 import worker_tasks
+from amounts import longer
 from datasets import encoded, picture, write_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -545,7 +546,10 @@ def test_passes_do_not_wait_for_workers_that_start(data, tmp_path):
 HEAVY = {"PIL", "botocore", "cv2", "dask", "fsspec", "obstore", "pandas", "pyarrow", "s3fs", "scipy", "torch", "zarr"}
 
 
-@pytest.mark.parametrize(("kind", "needed"), [("file", "fsspec"), ("s3", "botocore"), ("images", "fsspec PIL cv2")])
+NEEDED = [longer("file", "fsspec"), ("s3", "botocore"), longer("images", "fsspec PIL cv2")]
+
+
+@pytest.mark.parametrize(("kind", "needed"), NEEDED)
 def test_workers_import_what_they_need_once_for_all(kind, needed, data, images, request):
     url, arguments = (images, {"decode": True}) if kind == "images" else (data(60), {})
     if kind == "s3":

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import reference_order as reference
 import torch
+from amounts import covering
 from conversions import wait_for
 from datasets import assert_threads_end, before_error, least_memory, numbers, our_threads, planned, seen, take
 from leaks import uncollected
@@ -493,9 +494,9 @@ def test_dropping_an_iterator_ends_its_threads(url):
         assert_threads_end()
 
 
-@pytest.mark.parametrize("steps", [None, 50])
-@pytest.mark.parametrize("waits_for", ["transform", "fetch"])
-@pytest.mark.parametrize("how", ["close", "iter", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("how", "waits_for", "steps"), covering(["close", "iter", "load_state_dict"], ["transform", "fetch"], [None, 50])
+)
 def test_a_waiting_loop_gets_an_error_when_its_pass_is_ended(url, monkeypatch, waits_for, how, steps):
     go, waiting = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The pages of the documentation that need packages of their own, or start many processes."""
+"""The pages of the documentation that need packages of their own, or take long."""
 
 import pytest
 from test_docs import HEAVY, check, photos, reader  # noqa: F401 - two fixtures
