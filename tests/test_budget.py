@@ -1,9 +1,10 @@
 """Steps by a budget, `max_tokens=`: the steps of buckets are cut where padded batches fit."""
 
 import json
+import tracemalloc
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from streamloader.loader.dataset import NumpyMixture
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.order.budget import cut, step_scale
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.mixture import MixShare
+from streamloader.order.mixture import Mix, MixShare, Phase
 from streamloader.order.schedule import EpochShare, Share, World
 
 LONGEST = 30  # of the strategies' lengths
@@ -365,3 +366,24 @@ def test_a_plan_tells_the_padding_of_batches_by_a_budget(texts):
 def test_budgets_that_cannot_be_kept_are_errors(given, error, message, texts):
     with pytest.raises(error, match=message):
         opened(texts, **given)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("budget", [False, True])
+def test_planning_for_64_ranks_takes_no_more_memory_than_it_declares(mixed, budget):
+    count, size = 2_000_000, 64
+    table = (np.arange(count, dtype=np.uint32) * 7919) % 997 + 1
+    order, world = EpochOrder(count, OrderParams(256, 64, 4096), 0, 0), World(5, size)
+    if mixed:
+        mix = Mix((order, order), (1, 1), (Phase(0, 8, (7, 3), (0, 1)),), "first")
+        share = MixShare(mix, 0, 64, world, "pad", (), (20, 64 * size, (table.__getitem__,) * 2))
+    else:
+        share = Share(order, 64, world, "pad", 1, (), (20, 64 * size, table.__getitem__))
+    share = by_budget(share, 4096) if budget else share
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in islice(share.plans(0), 120)) == 120
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < share.plan_bytes(False)

@@ -16,9 +16,9 @@ Ints = NDArray[np.int64]
 Lengths = Callable[[Ints], Ints]  # the lengths of samples by their number in the order
 # The steps of a window, the positions of a step, and the lengths.
 Bucket = tuple[int, int, Lengths]
-# The first position of the first of some windows, the number of the step of each position from there on, and the steps
-# of a window: those of the window w have the numbers from w times as many on.
-Windows = tuple[int, Ints, int]
+# Where some windows begin and end, what returns the numbers of the steps of positions in them, for a lane at once since
+# all take much memory, and the steps of a window: those of the window w have the numbers from w times as many on.
+Windows = tuple[int, int, Callable[[Ints], Ints], int]
 
 
 def window_bounds(steps: int, group: int, num_samples: int, position: int) -> tuple[int, int]:
@@ -54,7 +54,8 @@ def exchanged(bucket: Bucket, order: EpochOrder, positions: Ints) -> tuple[Ints,
     if not positions.size:
         return positions, positions
     begin, numbers = number_steps(bucket, order, order.num_samples, positions)
-    return exchanged_in_lanes(order, lengths, (begin, np.repeat(numbers, group), steps), positions)
+    end = begin + numbers.size * group
+    return exchanged_in_lanes(order, lengths, (begin, end, lambda at: numbers[(at - begin) // group], steps), positions)
 
 
 def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, positions: Ints) -> tuple[Ints, Ints]:
@@ -65,19 +66,20 @@ def exchanged_in_lanes(order: EpochOrder, lengths: Lengths, windows: Windows, po
     The positions of a window in a lane of an epoch, sorted by the number of their step, ties by position, get the
     samples of these positions, sorted by length, ties by position.
     """
-    (first, numbers, steps), count, stride = windows, order.num_samples, order.lanes
+    (first, last, number, steps), count, stride = windows, order.num_samples, order.lanes
     out, keys = np.empty((2, positions.size), np.int64), positions // count * stride + positions % count % stride
     for key in distinct(keys).tolist():
         later, lane = divmod(key, stride)
         before = later * count
-        begin, end = max(first - before, 0), min(first + numbers.size - before, count)
+        begin, end = max(first - before, 0), min(last - before, count)
         # the windows of a lane together, since finding samples costs as much as the shuffle's window is long
         places = np.arange(begin + (lane - begin) % stride, end, stride)
         low = int(places[0]) // stride
         epoch = replace(order, epoch=order.epoch + later)
         found = lengths(epoch.samples(epoch.emit(lane, low, low + places.size)))
-        of_place = numbers[places + (before - first)]
-        edges = np.searchsorted(of_place // steps, np.arange(1, numbers.max() // steps + 1)).tolist()
+        of_place = number(places + before)
+        window = of_place // steps
+        edges = (np.flatnonzero(np.diff(window)) + 1).tolist()
         ranked = [at + _argsort(part) for at, part in zip([0, *edges], np.split(found, edges), strict=True)]
         taken, source = np.empty_like(places), np.concatenate(ranked)
         taken[_argsort(of_place)] = source

@@ -40,6 +40,7 @@ from streamloader.order.schedule import (
     Span,
     World,
     ahead_bytes,
+    budget_bytes,
     join_blocks,
     read_lanes,
     read_units,
@@ -49,6 +50,7 @@ from streamloader.samples import distinct
 # Maximum sum of whole weights, and so of the turns after which the order of sources repeats. Weights that need more are
 # rounded.
 MAX_PARTS = 4096
+MAX_SHARED_ROWS = 2**20  # rows of all ranks that are planned together where a rank's are not known without the others
 SPAN_BYTES = 140  # per row of a span that is being planned, like `schedule.SPAN_BYTES`
 
 
@@ -389,7 +391,8 @@ class MixShare(EpochShare):
     def span_rows(self) -> int:
         """The maximum number of rows of this rank that are planned together; at least a batch is."""
         window_rows = sum(2 * params.window * params.lanes for params in self.mix.fetches)
-        return min(window_rows // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
+        most = MAX_ROWS if self.divides else MAX_SHARED_ROWS // self.world.size
+        return min(window_rows // self.world.size, most, self.num_samples // self.world.size + self.batch)
 
     @property
     def span_steps(self) -> int:
@@ -456,9 +459,13 @@ class MixShare(EpochShare):
         of_turn, at, starts, sizes = self.mix.turns(first, min(first + numbers.size * group, self.bounds[1]))
         for number in distinct(source[rows]).tolist():
             turns, mine = np.flatnonzero(of_turn == number), rows[source[rows] == number]
-            places = np.repeat(starts[turns] - np.cumsum(sizes[turns]) + sizes[turns], sizes[turns])
-            places += np.arange(places.size) - first  # the positions of the source in the windows
-            windows = int(at[turns[0]]), numbers[places // group], steps
+            begins, offsets = at[turns], starts[turns] - at[turns] - first
+
+            def step(places: Ints, begins: Ints = begins, offsets: Ints = offsets) -> Ints:
+                found: Ints = numbers[(places + offsets[np.searchsorted(begins, places, side="right") - 1]) // group]
+                return found
+
+            windows = int(begins[0]), int(begins[-1] + sizes[turns[-1]]), step, steps
             out[mine], _ = exchanged_in_lanes(self._alone(number), lengths[number], windows, source_position[mine])
         return out
 
@@ -522,7 +529,8 @@ class MixShare(EpochShare):
 
     def plan_bytes(self, _resident: bool) -> int:
         """Return the memory of planning, whether or not every field is resident."""
-        return ahead_bytes(self) + SPAN_BYTES * self.span_rows
+        rows = max(self.span_rows, self.batch) * (1 if self.divides else self.world.size)
+        return ahead_bytes(self) + budget_bytes(self) + SPAN_BYTES * rows
 
     def read_samples(self, span: Span) -> list[tuple[Ints, Ints]]:
         """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""
@@ -533,16 +541,16 @@ class MixShare(EpochShare):
             samples[of_source] = self.mix.samples(source, source_positions[of_source])
         return [(positions, samples)]
 
-    def row_lengths(self, span: Span) -> list[Ints]:
-        """Return the lengths by which a span's rows are in buckets."""
+    def row_lengths(self, position: int, steps: int) -> Ints:
+        """Return the lengths by which this rank's rows of some steps from a position on are in buckets."""
         assert self.bucket is not None
-        sources, source_positions, _ = self.rows(span.begin, span.steps)
+        sources, source_positions, _ = self.rows(position, steps)
         found = np.empty(sources.size, np.int64)
         for number in distinct(sources).tolist():
             of_source, alone = sources == number, self._alone(number)
             mix = replace(self.mix, orders=(alone,))
             found[of_source] = self.bucket[2][number](mix.samples(0, source_positions[of_source]))
-        return [found]
+        return found
 
     def _alone(self, source: int) -> EpochOrder:
         """Return the order of a source whose samples have the numbers of the source alone."""

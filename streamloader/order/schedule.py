@@ -208,10 +208,11 @@ class EpochShare:
         group, size = self.bucket[1], self.world.size
         one = {"batch": group, "world": World(0, 1), "remainder": "pad", "gaps": (), "budget": None}
         every: EpochShare = replace(self, **one)  # type: ignore[type-var] # a dataclass
-        for span in cut_spans(every, first * group, last - first, 1):
-            for lengths in every.row_lengths(span):
-                rows = lengths.reshape(-1, group // size, size).max(axis=2)
-                yield np.maximum.accumulate(self.budget[1](rows.astype(np.int64)), axis=1)
+        steps = max(1, LENGTHS_AT_ONCE // group)
+        for number in range(first, last, steps):
+            lengths = every.row_lengths(number * group, min(steps, last - number))
+            rows = lengths.reshape(-1, group // size, size).max(axis=2)
+            yield np.maximum.accumulate(self.budget[1](rows.astype(np.int64)), axis=1)
 
     def starts_from(self, position: int) -> Ints:
         """Return where steps by a budget start, from a position on, at which one does, and where the last one ends.
@@ -323,8 +324,8 @@ class EpochShare:
         span = Span(0, 1, 1, position, self.after(position, 1), last=False)
         return np.concatenate([samples for _, samples in self.read_samples(span)])
 
-    def row_lengths(self, span: Span) -> Iterable[Ints]:
-        """Yield the lengths by which a span's rows are in buckets, in parts of whole steps."""
+    def row_lengths(self, position: int, steps: int) -> Ints:
+        """Return the lengths by which this rank's rows of some steps from a position on are in buckets."""
         raise NotImplementedError
 
     def run_of(self, count: int) -> tuple[int, int]:
@@ -605,13 +606,10 @@ class Share(EpochShare):
         samples = lane_samples(self.order, sources, within) if self.order.shuffle else unshuffled
         return zip(self.positions_of_span(span), samples, strict=True)
 
-    def row_lengths(self, span: Span) -> Iterator[Ints]:
-        """Yield the lengths by which a span's rows are in buckets, in parts of whole steps."""
+    def row_lengths(self, position: int, steps: int) -> Ints:
+        """Return the lengths by which this rank's rows of some steps from a position on are in buckets."""
         assert self.bucket is not None
-        step, rows = self.global_batch, max(1, LENGTHS_AT_ONCE // self.global_batch) * self.global_batch
-        for begin in range(span.begin, span.end, rows):
-            positions = self.positions_of_steps(begin, (min(begin + rows, span.end) - begin) // step)
-            yield exchanged(self.bucket, self.order, self._own(positions))[1]
+        return exchanged(self.bucket, self.order, self._own(self.positions_of_steps(position, steps)))[1]
 
     def slots_needed(self, steps_at_once: int = 1, epochs: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, from `needs` until `done`.
@@ -656,7 +654,7 @@ class Share(EpochShare):
     def plan_bytes(self, resident: bool) -> int:
         """Return the memory of planning, which is less if every field is resident."""
         rows = min(self._span_rows_per_lane * self.lanes_read, self.num_samples // self.world.size + self.batch)
-        return ahead_bytes(self) + (RESIDENT_SPAN_BYTES if resident else SPAN_BYTES) * rows
+        return ahead_bytes(self) + budget_bytes(self) + (RESIDENT_SPAN_BYTES if resident else SPAN_BYTES) * rows
 
 
 def call_each(function: Callable[..., Any], arguments: Iterable[Sequence[Any]], _ahead: int) -> Iterator[Any]:
@@ -702,6 +700,7 @@ LOOK_AHEAD_ROWS = 1 << 20  # whose blocks are requested before the batch that ne
 ROW_BYTES = 33
 SPAN_BYTES = 40
 RESIDENT_SPAN_BYTES = 12
+LENGTH_BYTES = 100  # per row whose length is computed, likewise
 
 
 class Span(NamedTuple):
@@ -947,6 +946,14 @@ def _assign_tickets(
 def _grouped(items: list[Item], rows: Ints, edges: Ints) -> Iterator[tuple[Item, ...]]:
     """Yield the items between each pair of neighbouring edges. `rows` has the ascending row of each item."""
     return (tuple(items[low:high]) for low, high in pairwise(np.searchsorted(rows, edges).tolist()))
+
+
+def budget_bytes(share: EpochShare) -> int:
+    """Return the bytes of finding where the steps by a budget start, and of the starts of the latest two epochs."""
+    if share.budget is None or share.bucket is None:
+        return 0
+    rows = min(max(LENGTHS_AT_ONCE, share.bucket[1]), share.num_samples)
+    return LENGTH_BYTES * rows + 2 * 8 * (share.global_steps(0) + 1)
 
 
 def ahead_bytes(share: EpochShare) -> int:
