@@ -8,10 +8,7 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from streamloader.errors import SelectionError, UsageError
+from streamloader.errors import UsageError
 
 MIB = 1 << 20
 
@@ -41,35 +38,6 @@ def whole(name: str, value: Any, minimum: int = 1) -> int:
     if not is_whole(value, minimum):
         raise UsageError(f"{name}={value!r:.60}", f"give a whole number of at least {minimum}")
     return int(value)
-
-
-def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
-    """Return the argument `name` as an array of one axis. Raises `SelectionError`."""
-    if np.ma.is_masked(choice):
-        raise SelectionError(f"{name}= has masked elements", f"fill them: {name}.filled(False)")
-    try:
-        values = np.asarray(choice)
-    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-        raise SelectionError(f"{name}= is not an array: {error}", remedy) from error
-    if values.ndim != 1:
-        raise SelectionError(f"{name}= has the shape {values.shape}", remedy)
-    return values
-
-
-def whole_numbers(choice: Any, name: str) -> NDArray[Any]:
-    """Return the argument `name` as an array of whole numbers, of shape (numbers,). Raises `SelectionError`."""
-    values = as_array(choice, name, remedy := "give sample numbers, or the path or URL of a file of them")
-    if values.dtype.kind not in "iu" and values.size:
-        raise SelectionError(f"{name}= has the dtype {values.dtype}", remedy)
-    return values
-
-
-def in_range(numbers: NDArray[Any], num_samples: int, name: str) -> NDArray[np.int64]:
-    """Return sample numbers as int64. Raises `SelectionError` for one below 0, or not below `num_samples`."""
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
-        problem = f"{name}= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
-        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
-    return numbers.astype(np.int64)
 
 
 def plain_integers(value: Any) -> Any:

@@ -39,10 +39,8 @@ from streamloader.options import (
     Remainder,
     Sampling,
     Shuffle,
-    in_range,
     is_whole,
     whole,
-    whole_numbers,
 )
 from streamloader.order.budget import PARTS, step_scale
 from streamloader.order.epoch_order import OrderParams
@@ -59,7 +57,7 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.packing import Packed
     from streamloader.order.weights import Selection
-    from streamloader.samples import AllBut
+    from streamloader.samples import AllBut, in_range, whole_numbers
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 # a rule for all values of different sizes, one for each field, or a function of the samples of a batch

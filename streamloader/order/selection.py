@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
-from streamloader.options import as_array, in_range
-from streamloader.samples import AllBut
+from streamloader.samples import AllBut, as_array, in_range
 
 Ints = NDArray[np.int64]
 
