@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.packing import Packed
     from streamloader.order.weights import Selection
-    from streamloader.samples import AllBut, in_range, whole_numbers
+    from streamloader.samples import AllBut
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 # a rule for all values of different sizes, one for each field, or a function of the samples of a batch
@@ -692,7 +692,7 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
         return selection
     from streamloader.format.conditions import number_files, parse_lines
     from streamloader.order.selection import exclude
-    from streamloader.samples import distinct
+    from streamloader.samples import distinct, in_range, whole_numbers
 
     if isinstance(choice, str | os.PathLike):
         own = {"split": source.split, "source": store.url}

@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Mapping
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,9 @@ from streamloader.loader.arguments import PIECE_BYTES, Source, WeightsChoice
 from streamloader.order.mixture import exact_shares
 from streamloader.order.schedule import Ints
 from streamloader.order.weights import Drawn
+from streamloader.samples import AllBut, as_array
 from streamloader.storage import open_beside
 from streamloader.storage.store import Store
-
-if TYPE_CHECKING:
-    from streamloader.samples import AllBut, as_array
 
 BALANCED = "balanced:"
 
