@@ -146,6 +146,13 @@ def test_clips_by_seconds_lie_within_the_video_and_show_the_frames_of_their_time
         assert clip_frames(clips, number, index).tolist() == expected
 
 
+@pytest.mark.parametrize("number", [39, 40, 2**40])
+def test_a_clip_of_frames_that_the_index_does_not_have_is_an_error(number):
+    index, clips = VideoIndex.parse(INDEXES[2][0], "the index of sample 3"), sl.Clips(2, step=1)
+    with pytest.raises(errors.FormatError, match=rf"the index of sample 3 has 40 frames, .* frame {number + 1} "):
+        clip_frames(clips, number, index)
+
+
 def test_frames_are_resized_and_given_to_a_transform(url, every):
     clips = {"video": sl.Clips(2, size=(24, 40))}
     for batch in dataset(url, clips=clips, transform=lambda sample: {"mean": sample["video"].mean((1, 2))}):

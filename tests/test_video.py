@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from streamloader.conversion.sources.media import video_problem
 from streamloader.errors import FieldError, FormatError, SourceError, UsageError
 from streamloader.format import video as video_module
 from streamloader.format.keyframes import find_entries
-from streamloader.format.video import VideoIndex, decode_frames, frame_size, index_video
+from streamloader.format.video import VideoIndex, count_frames, decode_frames, frame_size, index_video
 
 INPUT_PADDING = 64  # AV_INPUT_BUFFER_PADDING_SIZE: zeros that FFmpeg's decoders may read after a packet
 BESIDE = {"video_index": "bytes", "video_frames": "int64", "video_seconds": "float64"}
@@ -133,6 +134,12 @@ def test_packets_of_any_bytes_are_key_frames_or_not(codec, data, extradata):
     assert (first, type(second)) == (False, bool)
 
 
+def test_a_packet_of_av1_whose_length_does_not_end_is_decided_at_once():
+    begin = time.process_time()
+    assert [*find_entries("av1", b"", [(b"\xff" * 2**20, False)] * 2)] == [False, False]
+    assert time.process_time() - begin < 0.5
+
+
 def golomb(bits: str, at: int) -> tuple[int, int]:
     """The number that begins at a bit, and where it ends."""
     zeros = bits.index("1", at) - at
@@ -153,13 +160,24 @@ def without_reordering(sequence: bytes) -> bytes:
     raise AssertionError(bits)
 
 
-def test_no_frame_is_lost_if_a_stream_does_not_state_how_many_are_reordered():
-    video = videos.encode("h264, one key frame")
+def without_limits(video: bytes) -> bytes:
     with av.open(io.BytesIO(video)) as file:
         parameters = file.streams.video[0].codec_context.extradata
     sequence = parameters[8 : 8 + int.from_bytes(parameters[6:8], "big")]
     changed = video.replace(sequence, without_reordering(sequence))
     assert changed != video
+    return changed
+
+
+def test_all_frames_are_counted_if_more_are_reordered_later_in_a_stream():
+    video = videos.encode("h264, one key frame, Matroska", 120, forward=60)
+    for each in (video, without_limits(video)):
+        assert count_frames(each) == len(indexed(each).shown) == 120
+
+
+def test_no_frame_is_lost_if_a_stream_does_not_state_how_many_are_reordered():
+    video = videos.encode("h264, one key frame")
+    changed = without_limits(video)
     assert np.array_equal(videos.decode(changed)[0], videos.decode(video)[0])
     assert_frames_after_each_key_are_those_of_the_whole_file(changed)
 
@@ -328,6 +346,49 @@ def test_a_damaged_index_is_an_error(cut):
     blob = index_video("video", videos.encode(frames=5), 0)[0]
     with pytest.raises(FormatError, match="the index of sample 3 is not an index"):
         VideoIndex.parse(blob[:cut] if cut else b"", "the index of sample 3")
+
+
+def with_header(blob: bytes, **changes: Any) -> bytes:
+    line, columns = blob.split(b"\n", 1)
+    header = {**json.loads(line), **changes}
+    return json.dumps({key: value for key, value in header.items() if value is not None}).encode() + b"\n" + columns
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: value} for name in ("frames", "size") for value in (1e400, 10**30, -1, "5", 5.0)),
+        {"frames": 0},
+        *({name: None} for name in ("time_base", "width", "color_trc", "codec", "extradata", "rotation")),
+        *({"time_base": value} for value in (5, [1], [1, 0], [1, 10**30], [1, "2"], [1, [2]])),
+        {"rotation": "90"},
+        {"width": 0},
+        {"codec": ["h264"]},
+        {"extradata": "x"},
+        {"extradata": 5},
+    ],
+    ids=str,
+)
+def test_an_index_with_an_invalid_header_is_an_error(changes):
+    blob = with_header(index_video("video", videos.encode(frames=5), 0)[0], **changes)
+    with pytest.raises(FormatError, match="the index of sample 3 is not an index"):
+        VideoIndex.parse(blob, "the index of sample 3")
+
+
+def test_an_index_of_no_frames_or_of_bytes_outside_of_the_file_is_an_error():
+    blob = index_video("video", videos.encode(frames=5), 0)[0]
+    line = blob[: blob.index(b"\n") + 1]
+    starts = slice(len(line) + 5 * 8, len(line) + 6 * 8)
+    cases = [
+        b"[" * 100_000 + b"\n",
+        b"[]\n",
+        with_header(line, frames=0),
+        blob[:-5] + b"\3" * 5,  # all frames are hidden
+        *(blob[: starts.start] + struct.pack("<q", start) + blob[starts.stop :] for start in (-1, 2**63 - 1)),
+    ]
+    for case in cases:
+        with pytest.raises(FormatError, match="the index of sample 3 is not an index"):
+            VideoIndex.parse(case, "the index of sample 3")
 
 
 def test_values_that_are_no_video_are_errors_that_name_the_sample(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.video.frame import PictureType
 
 os.environ["SVT_LOG"] = "1"  # the encoder of AV1 prints errors only
 
@@ -28,6 +29,7 @@ MORE_KINDS: dict[str, tuple[str, str, int, dict[str, str]]] = {
     "h264, open pyramids": ("libx264", "mp4", 12, {"bf": "5", "x264-params": "open-gop=1:ref=5:slices=3"}),
     "hevc, intra refresh": ("libx265", "mp4", 12, {"x265-params": "keyint=12:intra-refresh=1:log-level=none"}),
     "hevc, closed groups": ("libx265", "mp4", 12, {"x265-params": "keyint=12:open-gop=0:log-level=none"}),
+    "h264, one key frame, Matroska": ("libx264", "matroska", 250, {"bf": "5", "b_strategy": "0"}),
     "mpeg4, Matroska": ("mpeg4", "matroska", 10, {"bf": "2"}),
     "mpeg2": ("mpeg2video", "mp4", 10, {"bf": "2"}),
     "mpeg1": ("mpeg1video", "matroska", 10, {"bf": "2"}),
@@ -45,9 +47,18 @@ FAST = {
 
 
 def encode(
-    kind: str = "h264", frames: int = 60, *, size: tuple[int, int] = (48, 64), seed: int = 0, turn: int = 0
+    kind: str = "h264",
+    frames: int = 60,
+    *,
+    size: tuple[int, int] = (48, 64),
+    seed: int = 0,
+    turn: int = 0,
+    forward: int = 0,
 ) -> bytes:
-    """A video of 30 frames a second, of (height, width) `size`: a bar that moves over noise."""
+    """A video of 30 frames a second, of (height, width) `size`: a bar that moves over noise.
+
+    `forward`: how many frames it begins with that have no B pictures among them.
+    """
     codec, container, group, options = (KINDS | MORE_KINDS)[kind]
     out, rng = io.BytesIO(), np.random.default_rng(seed)
     with av.open(out, "w", format=container, options={k: v for k, v in options.items() if k == "movflags"}) as file:
@@ -66,7 +77,10 @@ def encode(
             pixels = rng.integers(0, 60, (*size, 3), np.uint8)
             begin = 3 * number % size[1]
             pixels[:, begin : begin + 10] = 255, 100, 4 * number % 256
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if number < forward:
+                frame.pict_type = PictureType.P
+            file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
 

@@ -136,9 +136,15 @@ def count_clips(clips: Clips, frames: Ints, seconds: NDArray[np.float64]) -> Int
 
 
 def clip_frames(clips: Clips, number: int, index: VideoIndex) -> Ints:
-    """Return the frames of a clip of a video, by its number within the video."""
+    """Return the frames of a clip of a video, by its number within the video.
+
+    Raises `FormatError` for a frame that the index does not have.
+    """
     at = number * clips.starts_every + np.arange(clips.frames) * clips.stride
     if clips.unit == "frames":
+        if at[-1] >= index.shown.size:
+            problem = f"{index.where} has {index.shown.size} frames, and frame {at[-1]} is in a clip"
+            raise FormatError(problem, "convert the dataset again")
         return np.asarray(at, np.int64)
     return np.maximum(0, np.searchsorted(index.times, at + ROUNDING, side="right") - 1)
 

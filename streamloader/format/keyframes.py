@@ -153,6 +153,8 @@ def _av1(packet: bytes, _: bytes) -> Picture:
             size = shift = 0
             while packet[at] & 128:
                 size, shift, at = size | (packet[at] & 127) << shift, shift + 7, at + 1
+                if shift > 49:
+                    raise ValueError(f"a length that ends after byte {at} has more than 8 bytes")
             size, at = size | packet[at] << shift, at + 1
         kind, unit = header >> 3 & 15, packet[at : at + size]
         at += size

@@ -36,6 +36,8 @@ _COLUMNS = (("pts", "<i8"), ("starts", "<i8"), ("sizes", "<u4"), ("crcs", "<u4")
 # FFmpeg's own decoder of AV1 needs a GPU
 _DECODERS = {"av1": "libdav1d"}
 _TRAITS = ("width", "height", "color_range", "colorspace", "color_primaries", "color_trc")
+# the least value of each number in the header of an index
+_LEAST = {"size": 0, **dict.fromkeys(_TRAITS, 0), "width": 1, "height": 1, "rotation": 0, "frames": 1}
 
 
 def with_index(fields: Mapping[str, Field]) -> dict[str, Field]:
@@ -124,7 +126,7 @@ def _describe(stream: Any, packets: Sequence[Any], data: bytes) -> tuple[dict[st
     }
     times, rotation = list[int](), 0
     with need("av").open(io.BytesIO(data)) as container:
-        for frame in container.decode(video=0):
+        for frame in _decode_all(container):
             rotation = int(frame.rotation)
             if None in (frame.pts, packets[0].pts):
                 raise ValueError("a frame has no time")
@@ -162,6 +164,7 @@ class VideoIndex:
     """The index of a video. Its columns have a value for each stored frame, in the order of decoding.
 
     `pts`: when it is shown, in units of `time_base`. `starts`, `sizes`: its bytes. `flags`: `KEY`, `HIDDEN`.
+    `where`: what errors call it.
     """
 
     header: Mapping[str, Any]
@@ -170,22 +173,25 @@ class VideoIndex:
     sizes: Ints
     crcs: Ints
     flags: Ints
+    where: str
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> VideoIndex:
         """Return the index that `index_video` wrote. Raises `FormatError`, which names it, for other bytes."""
         try:
             end = data.index(b"\n") + 1
-            header = json.loads(data[:end])
-            count, columns = int(header["frames"]), {}
+            header = _checked(json.loads(data[:end]))
+            count, columns = header["frames"], {}
             for name, kind in _COLUMNS:
                 values = np.frombuffer(data, kind, count, end)
                 columns[name], end = values.astype(np.int64), end + values.nbytes
-            inside = columns["starts"] + columns["sizes"] <= int(header["size"])
-            if end != len(data) or not inside.all() or int(columns["starts"].min(initial=0)) < 0:
+            inside = columns["starts"] <= header["size"] - columns["sizes"]  # their sum may be more than int64 holds
+            if end != len(data) or not inside.all() or int(columns["starts"].min()) < 0:
                 raise ValueError(f"{len(data)} bytes for {count} frames")
-            return cls(header, **columns)
-        except (ValueError, KeyError, TypeError) as error:
+            if np.all(columns["flags"] & HIDDEN):
+                raise ValueError(f"none of {count} frames is shown")
+            return cls(header, **columns, where=where)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{where} is not an index of a video: {error}", "convert the dataset again") from error
 
     @cached_property
@@ -216,6 +222,19 @@ class VideoIndex:
         return found
 
 
+def _checked(header: Any) -> dict[str, Any]:
+    """Return the values of an index's header that are used. Raises `ValueError`, `KeyError` or `TypeError`."""
+    numerator, denominator = header["time_base"]
+    numbers = [(name, header[name], least) for name, least in _LEAST.items()]
+    for name, value, least in [*numbers, ("time_base", numerator, 1), ("time_base", denominator, 1)]:
+        if type(value) is not int or not least <= value < 2 ** (63 if name == "size" else 31):
+            raise ValueError(f"{name} is {value!r:.40}")
+    if not isinstance(header["codec"], str):
+        raise TypeError(f"codec is {header['codec']!r:.40}")
+    bytes.fromhex(header["extradata"])
+    return {name: header[name] for name in ("codec", "extradata", "time_base", *_LEAST)}
+
+
 def decode_frames(
     header: Mapping[str, Any], packets: Iterator[tuple[int, memoryview]], wanted: Mapping[int, NDArray[np.uint8]]
 ) -> None:
@@ -227,8 +246,7 @@ def decode_frames(
     av = need("av")
     context = av.CodecContext.create(_DECODERS.get(header["codec"], header["codec"]), "r")
     context.thread_count = 1  # clips are decoded in as many threads or processes as there are cores
-    if header["codec"] == "h264":
-        context.options = {"strict": "strict"}  # otherwise it drops frames if the stream has no limit of reordering
+    _keep_reordered(context)
     if header["extradata"]:
         context.extradata = bytes.fromhex(header["extradata"])
     for name in _TRAITS:
@@ -254,12 +272,25 @@ def decode_frames(
         raise ValueError(f"{len(left)} of {len(wanted)} frames are not decoded")
 
 
+def _keep_reordered(context: Any) -> None:
+    """Make a decoder of H.264 show all frames also of a stream that has no limit of reordering."""
+    if context.name == "h264":
+        context.options = {"strict": "strict"}
+
+
+def _decode_all(container: Any) -> Iterator[Any]:
+    """Return the frames of the first video stream of a container."""
+    _keep_reordered(container.streams.video[0].codec_context)
+    frames: Iterator[Any] = container.decode(video=0)
+    return frames
+
+
 def count_frames(data: bytes) -> int:
     """Return the number of frames that a video decodes to. Raises `ValueError` if it does not decode."""
     av = need("av")
     try:
         with av.open(io.BytesIO(data)) as container:
-            return sum(1 for _ in container.decode(video=0))
+            return sum(1 for _ in _decode_all(container))
     except av.FFmpegError as error:
         raise ValueError(str(error)) from error
 
