@@ -222,13 +222,21 @@ class EpochShare:
         at = int(np.searchsorted(self._starts, position))
         if at == self._starts.size or self._starts[at] == position:
             return self._starts[at:]
-        assert self.bucket is not None
-        number, inside = divmod(position, self.bucket[1])
-        (longest,) = self._longest(number, number + 1)
-        first = self._cut_rows(number, longest, inside // self.world.size)
-        first[0] = position
-        others = self._starts[np.searchsorted(self._starts, (number + 1) * self.bucket[1]) :]
-        return np.concatenate([first[first < self._starts[-1]], others if others.size else self._starts[-1:]])
+        if position not in self._starts_inside:
+            assert self.bucket is not None
+            number, inside = divmod(position, self.bucket[1])
+            (longest,) = self._longest(number, number + 1)
+            first = self._cut_rows(number, longest, inside // self.world.size)
+            first[0] = position
+            others = self._starts[np.searchsorted(self._starts, (number + 1) * self.bucket[1]) :]
+            others = others if others.size else self._starts[-1:]
+            self._starts_inside[position] = np.concatenate([first[first < self._starts[-1]], others])
+        return self._starts_inside[position]
+
+    @cached_property
+    def _starts_inside(self) -> dict[int, Ints]:
+        """What `starts_from` returned for positions inside steps of the buckets: where a run resumed."""
+        return {}
 
     def after(self, position: int, steps: int) -> int:
         """Return the position after `steps` steps from a position on, without regard to gaps.
