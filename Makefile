@@ -70,7 +70,7 @@ test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
 
-$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader/format/_rows.c streamloader/order/_packing.c
 	@echo "installing into $(INTEGRATIONS), once: some minutes"
 	@$(PYTHON) -m venv $(INTEGRATIONS)
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --editable '.[integrations]'

@@ -25,7 +25,9 @@ def distinct(values: Ints) -> Ints:
 def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
     """Return the argument `name` as an array of one axis. Raises `SelectionError`."""
     if np.ma.is_masked(choice):
-        raise SelectionError(f"{name}= has masked elements", f"fill them: {name}.filled(False)")
+        mask = choice.dtype == np.bool_
+        other = f"fill them: {name}.filled(False)" if mask else f"leave them out: {name}.compressed()"
+        raise SelectionError(f"{name}= has masked elements", other)
     try:
         values = np.asarray(choice)
     except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU

@@ -33,7 +33,8 @@ _CURRENT = frozenset(
 class BatchReport:
     """The argument of `on_batch`, which is called in the consuming thread just before a batch is returned.
 
-    `step` counts this consumer's batches from the start of epoch 0, and continues after a resume. `wait_seconds` is how
+    `step` counts this consumer's batches from the start of epoch 0, and continues after a resume; with `max_tokens=`,
+    where epochs have different numbers of them, from the start of its epoch. `wait_seconds` is how
     long the training loop waited for this batch, and `seconds` the wall time since the previous batch was returned, or
     since the pass began. `worker` is the number of the DataLoader worker, 0 without workers. With `batch_size=None`
     one report covers up to 64 samples, which are made together, and comes with the first of them.

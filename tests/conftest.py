@@ -27,8 +27,9 @@ settings.load_profile("unhurried")
 
 # files whose tests may differ by Python version, and by the packages that are built for it: make test-python runs them
 PYTHON = ["batch_rng", "both_ways", "cli", "codecs", "convert_engine", "convert_sources", "environments", "executor"]
-PYTHON += ["golden", "image", "leaks", "numpy", "pack", "public", "resume", "rows", "storage_conformance"]
-PYTHON += ["storage_fork", "streaming_dataset", "threads", "transform", "video", "views", "workers", "zarr_codecs"]
+PYTHON += ["golden", "image", "leaks", "numpy", "pack", "packed_rows", "packing_plan", "public", "resume", "rows"]
+PYTHON += ["storage_conformance", "storage_fork", "streaming_dataset", "threads", "transform", "video", "views"]
+PYTHON += ["workers", "zarr_codecs"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
 FIRST = ["docs", "arrays", "ddp", "pages", "outages", "engine_workers", "executor", "convert_sources", "bench"]
 FIRST += ["sources_text", "storage_faults", "workers", "killed_conversions", "engines", "frameworks", "run_memory"]

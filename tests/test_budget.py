@@ -1,8 +1,10 @@
 """Steps by a budget, `max_tokens=`: the steps of buckets are cut where padded batches fit."""
 
+import gc
 import json
 import tracemalloc
 import warnings
+import weakref
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from test_groups import check_schedule
 from test_groups import shares as shares_of_datasets
 from test_mixture_groups import shares as shares_of_mixtures
+from torch.utils.data import DataLoader
 
 import streamloader as sl
 from streamloader import errors
@@ -278,8 +281,11 @@ def test_ranks_that_cannot_share_the_rest_of_a_step_repeat_some_samples(texts):
     found = [number for rank in rest for batch in rank for number in batch]
     assert {*left} <= {*found}
     assert len(found) - len(left) < 4
-    with pytest.raises(errors.BatchError, match="5 ranks"):
-        batches(opened(texts, 5, total=4000, batch_size=9), state)
+    five = opened(texts, 5, total=4000, batch_size=9)
+    five.load_state_dict(state)
+    for ask in (lambda: batches(five), lambda: len(five), lambda: five.samples(0, 0)):
+        with pytest.raises(errors.BatchError, match="5 ranks"):
+            ask()
 
 
 def test_steps_are_known_left_out_and_delivered_again(texts):
@@ -345,6 +351,73 @@ def test_a_mixture_has_batches_by_a_budget(kind, texts, tmp_path):
         assert begin == len(order)
 
 
+def test_homogeneous_batches_by_a_budget_have_one_source(texts, tmp_path):
+    with sl.Writer(tmp_path / "d", {"tokens": "ragged:int32", "label": "int64"}, num_samples=300) as out:
+        for number in range(300):
+            out.write({"tokens": np.full(1 + number % 40, number, np.int32), "label": 7})
+    given = {"batch_size": 48, "max_tokens": 1200, "batches": "homogeneous", **BUDGET, **ALL}
+    labels = [
+        {int(label) == 7 for label in batch["label"]}
+        for batch in NumpyMixture({texts: 0.7, str(tmp_path / "d"): 0.3}, **given)
+    ]
+    assert all(len(of_batch) == 1 for of_batch in labels)
+
+
+def test_weights_of_a_budget_change_by_samples(texts):
+    options = {"batch_size": 48, "max_tokens": 1200, **BUDGET, **ALL}
+    second = sl.Source(texts, where="label == 1")
+    first = sl.Source(texts, where="label == 0")
+    with pytest.raises(errors.UsageError, match="a schedule by steps"):
+        NumpyMixture({first: 1, second: 1}, schedule={20: {first: 0, second: 1}}, **options)
+    with pytest.raises(errors.UsageError, match=r"set_weights\(\) by steps"):
+        NumpyMixture({first: 1, second: 1}, **options).set_weights({first: 1})
+    mixture = NumpyMixture({first: 1, second: 1}, schedule_by="samples", **options)
+    with pytest.raises(errors.MixtureError, match="set_weights"):
+        mixture.set_weights(first)
+    labels = np.concatenate([batch["label"][batch["valid"]] for batch in mixture])
+    assert abs(labels.mean() - 0.5) < 0.05
+
+
+def test_steps_are_skipped_and_counted_from_where_another_budget_begins(texts):
+    dataset, reports = opened(texts), []
+    next(iter(dataset))
+    state = dataset.state_dict()
+    rest = batches(opened(texts, total=700, on_batch=reports.append), state)
+    first = reports[0].step
+    resumed = opened(texts, total=700)
+    resumed.load_state_dict(state)
+    for step in range(6):
+        samples = resumed.samples(0, first + step).tolist()
+        assert [number for number in samples if number in rest[step]] == rest[step]
+    for step in (first, first + 2):
+        left = batches(opened(texts, total=700, skip_steps={0: [step]}), state)
+        assert left == [batch for number, batch in enumerate(rest) if number + first != step]
+
+
+def test_states_with_and_without_a_budget_are_of_different_runs(texts):
+    with_budget, without = opened(texts), opened(texts, max_tokens=None)
+    for one, other in ((with_budget, without), (without, with_budget)):
+        next(iter(one))
+        with pytest.raises(errors.StateError, match="max_tokens="):
+            other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 1200}, {}])
+def test_a_persistent_worker_takes_the_buckets_of_a_loaded_state(given, texts):
+    options = {"batch_size": 48, "world": (0, 1), **BUDGET, **ALL, **given, "num_workers": 0}
+    other = sl.StreamingDataset(texts, **options | ({"max_tokens": 400} if given else {"batch_size": 24}))
+    seen = next(iter(other))["index"].tolist()
+    state = other.state_dict()
+    other.close()
+    dataset = sl.StreamingDataset(texts, **options)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+    for _ in loader:
+        pass
+    dataset.load_state_dict(state)
+    rest = [number for batch in loader for number in batch["index"][batch["valid"]].tolist()]
+    assert sorted(seen + rest) == list(range(N))
+
+
 def test_a_plan_tells_the_padding_of_batches_by_a_budget(texts):
     options = ForecastOptions(batch_size=48, fields=("tokens",), bucket_by="tokens", bucket_steps=40, max_tokens=1200)
     within, without = forecast(texts, options).padding
@@ -387,3 +460,16 @@ def test_planning_for_64_ranks_takes_no_more_memory_than_it_declares(mixed, budg
     finally:
         tracemalloc.stop()
     assert peak < share.plan_bytes(False)
+
+
+def test_a_dataset_with_a_budget_is_freed_when_it_is_dropped(texts):
+    dataset = opened(texts)
+    assert len(list(dataset)) > 10
+    dataset.close()
+    kept = weakref.ref(dataset)
+    gc.disable()
+    try:
+        del dataset
+        assert kept() is None
+    finally:
+        gc.enable()

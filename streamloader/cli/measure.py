@@ -54,6 +54,8 @@ def parse_weights(text: str) -> tuple[float, ...] | str:
 def parse_key(text: str) -> str | tuple[str, ...]:
     """Parse `key`, or `id,image_id`."""
     names = parse_names(text)
+    if len(names) > 2 or not all(names):
+        raise UsageError(f"--on {text!r}", "write the key of both sides, or of the left and the right: id,image_id")
     return names if len(names) > 1 else names[0]
 
 
@@ -61,7 +63,7 @@ def parse_clips(text: str) -> dict[str, Clips]:
     """Parse `video=16,stride=2` into the clips of a field. Raises `UsageError`."""
     (field, _, frames), *others = (part.strip().partition("=") for part in text.split(","))
     values: dict[str, Any] = {name: value for name, _, value in others} | {"frames": frames}
-    if not field or values.keys() - vars(Clips()).keys():
+    if not field or values.keys() - vars(Clips()).keys() or len(values) <= len(others):
         raise UsageError(f"--clips {text!r}", "write it as video=16,stride=2,step=8,size=224x224,unit=frames")
     for name, value in values.items():
         with suppress(ValueError):  # `Clips` says what is invalid
@@ -75,7 +77,7 @@ def parse_schedule(texts: Sequence[str]) -> dict[int, tuple[float, ...]]:
     for text in texts:
         begin, _, weights = text.partition(":")
         parsed = parse_weights(weights)
-        if not begin.isdigit() or isinstance(parsed, str):
+        if not begin.isdecimal() or isinstance(parsed, str) or int(begin) in schedule:
             remedy = "write from when on, and a weight for each URL: --schedule 10000:0.5,0.5"
             raise UsageError(f"--schedule {text!r}", remedy)
         schedule[int(begin)] = parsed
@@ -87,7 +89,7 @@ def parse_packs(text: str) -> dict[str, int]:
     packs = {}
     for part in text.split(","):
         name, by, length = part.strip().rpartition("=")
-        if not by or not length.isdigit():
+        if not by or not length.isdecimal() or name in packs:
             raise UsageError(f"--pack {text!r}", "write a field and the length of its rows: tokens=2049")
         packs[name] = int(length)
     return packs

@@ -42,9 +42,9 @@ from streamloader.options import (
     is_whole,
     whole,
 )
-from streamloader.order.budget import PARTS, step_scale
+from streamloader.order.budget import PARTS, Budget, step_scale
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import EpochShare, Gap, Ints, skip_steps
+from streamloader.order.schedule import EpochShare, Gap, Ints, World, skip_steps
 from streamloader.order.state import RunState, SourceIdentity
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
@@ -306,16 +306,43 @@ def choose_lengths(choice: BucketChoice, dataset: Dataset) -> NDArray[np.uint32]
     return np.ascontiguousarray(values, np.uint32)
 
 
-def choose_buckets(given: Arguments, datasets: Sequence[Dataset], *, mixed: bool) -> dict[str, Any]:
-    """Return the values of `RunState` that say how samples are put in buckets; a budget cuts the steps of these."""
+def choose_buckets(given: Arguments, datasets: Sequence[Dataset], batches: str | None) -> dict[str, Any]:
+    """Return the values of `RunState` that say how samples are put in buckets; a budget cuts the steps of these.
+
+    `batches`: those of a mixture. A turn of a homogeneous one is a step of the buckets.
+    """
     if datasets[0].bucket_digest is None:
         return {}
     if given.max_tokens is None:
         return {"bucket": (given.bucket_steps, 0)}
-    means = [float(dataset.lengths.mean()) for dataset in datasets if dataset.lengths is not None]
+    if batches == "homogeneous":
+        return {"bucket": (given.bucket_steps, 0), "bucket_scale": (1, 1)}
+    lengths = [dataset.lengths for dataset in datasets if dataset.lengths is not None and dataset.lengths.size]
+    means = [float(each.mean()) for each in lengths]
     fitting = given.max_tokens * len(means) / max(1.0, sum(means))
-    scale = step_scale(given.batch_size or 1, fitting, whole=mixed)
+    scale = step_scale(given.batch_size or 1, fitting, whole=batches is not None)
     return {"bucket": (max(2, given.bucket_steps // PARTS), 0), "bucket_scale": scale}
+
+
+def choose_budget(given: Arguments, rules: Mapping[str, Collate]) -> Budget | None:
+    """Return the budget of `max_tokens=`, which keeps where the steps of the latest two epochs start."""
+    if given.max_tokens is None:
+        return None
+    kept: dict[EpochShare, Ints] = {}
+
+    def starts(share: EpochShare) -> Ints:
+        every: Any = share  # a dataclass
+        first = replace(every, world=World(0, share.world.size), gaps=(), origin=0)
+        key = replace(first, budget=None)  # else the starts would hold themselves
+        found = kept.get(key)  # the planner's thread and that of the training loop are here together
+        if found is None:
+            found = first.budget_starts()
+            for old in list(kept)[:-1]:
+                kept.pop(old, None)
+            kept[key] = found
+        return found
+
+    return given.max_tokens, partial(padded_lengths, given.bucket_by, rules), starts
 
 
 def padded_lengths(choice: BucketChoice, rules: Mapping[str, Collate], lengths: Ints) -> Ints:
@@ -629,16 +656,13 @@ def _count_chunks(samples: Selection, chunk: int) -> int:
 
 
 def check_share(share: EpochShare) -> None:
-    """Raise `BatchError` if `remainder='drop'` drops the only step, or ranks cannot share the steps of a budget."""
-    if share.budget is not None and share.bucket is not None and share.bucket[1] % share.world.size:
-        problem = f"{share.world.size} ranks with max_tokens= do not divide the {share.bucket[1]} samples of a step"
-        remedy = "take a number of ranks that does, or begin a run: batch_size= times the ranks are those of a step"
-        raise BatchError(problem, remedy)
+    """Raise `BatchError` if `remainder='drop'` drops the only step."""
     if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
-        taken = share.global_batch if share.bucket is None else share.bucket[1]
+        taken = share.global_batch if share.budget is None else f"at least {share.world.size}"
         step = f"{share.world.size} consumers with batch_size={share.batch} take {taken} samples per step"
         problem = f"{step}, the dataset has {share.num_samples}, and remainder='drop' leaves nothing"
-        raise BatchError(problem, "give a smaller batch_size, or another remainder")
+        smaller = "a smaller batch_size" if share.budget is None else "fewer ranks"
+        raise BatchError(problem, f"give {smaller}, or another remainder")
 
 
 def aligned(start: RunState, share: EpochShare) -> tuple[RunState, int]:

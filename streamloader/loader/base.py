@@ -238,7 +238,7 @@ class Pass(Iterator[Columns]):
         loader._options.on_batch(
             BatchReport(
                 epoch=epoch,
-                step=epoch * share.num_steps(0) + share.steps_between(0, cursor.position),
+                step=share.steps_before + share.steps_between(0, cursor.position),
                 samples=samples,
                 wait_seconds=self._reported - asked,
                 seconds=self._reported - before,
@@ -314,6 +314,7 @@ class Loader:
         self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
         self._datasets = self._open(self._sources, self._fields)
         self._config = self._choose_config(given, memory)
+        self._budget = arguments.choose_budget(given, self._config.rules)
         log = None if given.error_log is None else os.fspath(given.error_log)
         self._bad = BadSamples(given.max_bad, log, arguments.leftmost(self._sources[0]).storage_options)
         identities = self._identities(self._datasets)
@@ -325,7 +326,7 @@ class Loader:
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
-            **arguments.choose_buckets(given, self._datasets, mixed=bool(mixture)),
+            **arguments.choose_buckets(given, self._datasets, mixture.get("batches")),
             **mixture | self._weighed(self._datasets),
         )
         self._format = self._choose_format(given, mixed=bool(mixture))
@@ -337,7 +338,6 @@ class Loader:
         self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
         self._paused: Pass | None = None  # between two iterations of `steps_per_epoch`
-        self._starts: dict[EpochShare, NDArray[np.int64]] = {}  # of the steps by a budget, of the latest epochs
         self._before_change = 0  # batches of this iteration before `_start` and `_iteration`, if its order changed
 
     def _choose_config(self, given: Arguments, memory: int | None) -> LoaderConfig:
@@ -626,6 +626,7 @@ class Loader:
             self.close()
             self._datasets, self._first, self._cached_engine = datasets, first, None
             self._config = self._choose_config(self._options, self._config.memory)  # it may have other fields
+            self._budget = arguments.choose_budget(self._options, self._config.rules)
             self._format = self._choose_format(self._options, mixed=bool(self._format.firsts))
         self._set_start(start)
         self._delivered.clear()
@@ -797,22 +798,9 @@ class Loader:
         if start.bucket is None:
             return share
         lengths: Any = tuple(dataset.lengths_of for dataset in self._datasets)
-        most = self._options.max_tokens
-        budget = None if most is None else (most, self._padded, self._starts_of)
         bucket = (*start.bucket, lengths if start.stop else lengths[0])
-        return replace(share, bucket=bucket, budget=budget)  # type: ignore[type-var] # a dataclass
-
-    def _starts_of(self, share: EpochShare) -> NDArray[np.int64]:
-        """Return where the steps by a budget start in the epoch of a share; those of the latest two are kept."""
-        every = replace(share, world=World(0, share.world.size), gaps=())  # type: ignore[type-var] # a dataclass
-        if every not in self._starts:
-            starts = every.budget_starts()
-            self._starts = {**dict(list(self._starts.items())[-1:]), every: starts}
-        return self._starts[every]
-
-    def _padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lengths to which batches are padded whose longest samples have some lengths."""
-        return arguments.padded_lengths(self._options.bucket_by, self._config.rules, lengths)
+        begun = {"budget": self._budget, "origin": start.position if self._budget else 0}
+        return replace(share, bucket=bucket, **begun)  # type: ignore[type-var] # a dataclass
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""
@@ -841,17 +829,20 @@ class Loader:
 
     def _publish(self) -> None:
         """Tell persistent workers where the next pass begins."""
-        self._epochs.publish((*self._start.progress, self._start.pin, *self._start.order))
+        group = self._start.bucket[1] if self._start.bucket else 0
+        self._epochs.publish((*self._start.progress, self._start.pin, group, *self._start.order))
 
     def _begin(self, workers: int) -> RunState:
         """Return where the next pass begins."""
         values = self._epochs.update() if self._in_worker else None
         if values is not None:  # the parent of a persistent worker set a new start
-            *progress, pin, block, lanes, window = values
+            *progress, pin, group, block, lanes, window = values
             if pin not in (0, self._start.pin):
                 problem = "a loaded state or set_weights() has sources, versions or weights that this worker lacks"
                 raise StateError(problem, "make a new DataLoader, with new workers")
             now: dict[str, Any] = dict(zip(PROGRESS_NAMES, progress, strict=True))
+            if group and self._start.bucket:
+                now["bucket"] = (self._start.bucket[0], group)
             self._start = replace(self._start, **now).with_order(block, lanes, window)
         own, self._own = self._own, False
         return self._start_of(self._start.epoch if own else self._epochs.next_epoch(), workers)

@@ -300,6 +300,8 @@ class NumpyMixture(Loader):
             raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
         self._weigh, self._unweighed = weigh, self._shares
         super().__init__(chosen, given, stop=stop, batches=batches, unit=unit)
+        if len(self._shares) > 1:
+            self._check_schedule("a schedule")
         check_same_fields(chosen, self._datasets, with_index)
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
@@ -346,8 +348,9 @@ class NumpyMixture(Loader):
         """
         from streamloader.order.mixture import whole_weights
 
-        given = weights if isinstance(weights, Mapping) else (weights,)
-        keys: Sequence[Any] = next((own for own in (self._keys, self._sources) if all(key in own for key in given)), ())
+        self._check_schedule("set_weights()")
+        owners = (self._keys, self._sources) if isinstance(weights, Mapping) else ()
+        keys: Sequence[Any] = next((own for own in owners if all(key in own for key in weights)), ())
         if not keys or not (at is None or is_whole(at, 0)):
             problem = f"set_weights({weights!r:.60}, at={at!r:.20})"
             own = "give weights of the mixture's own sources, by the keys of Mixture() or (in a copy) by its `sources`"
@@ -368,6 +371,12 @@ class NumpyMixture(Loader):
 
         self._change_order(change)
         return chosen[0]
+
+    def _check_schedule(self, what: str) -> None:
+        """Raise `UsageError` if weights change by steps, whose positions a budget makes known late."""
+        if self._options.max_tokens is not None and self._schedule_by == "steps":
+            remedy = "let schedule_by= be 'samples', or a field such as 'tokens'"
+            raise UsageError(f"{what} by steps with max_tokens=, whose steps have different numbers of samples", remedy)
 
     def _count(self, state: RunState) -> tuple[int, Callable[[int], int]]:
         """Return how much of what the schedule counts comes before weights may change, and what gives its position."""

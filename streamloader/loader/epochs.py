@@ -27,7 +27,7 @@ LOCKED_SECONDS = 0.001  # between attempts to lock
 # epoch of each worker, and that of the state that it has loaded.
 SHARED = np.dtype(
     [(name, np.int64) for name in ("chosen", "workers", "reader", "begun", "version")]
-    + [("again", np.int64, 2), ("position", np.int64, len(PROGRESS_NAMES) + 1 + len(ORDER_NAMES))]
+    + [("again", np.int64, 2), ("position", np.int64, len(PROGRESS_NAMES) + 2 + len(ORDER_NAMES))]
     + [("next", np.int64, MAX_WORKERS), ("loaded", np.int64, MAX_WORKERS)]
 )
 

@@ -371,6 +371,8 @@ find_items(const Tables *tables, const int64_t *rows, int64_t count, int64_t *ed
         if (!find_row(tables, rows[i], &row))
             return -1;
         const int64_t begin = full_before[row.group], end = full_before[row.group + 1];
+        if (begin < 0 || begin > end || end > tables->full_count)
+            return -1;
         const int whole = row.place < end;
         for (int64_t item = 0; item < row.count && total + item < room; item++) {
             uint32_t document = whole ? tables->full[row.place] : tables->items[row.start + item];

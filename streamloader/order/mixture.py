@@ -366,6 +366,7 @@ class MixShare(EpochShare):
     gaps: tuple[Gap, ...] = ()
     bucket: tuple[int, int, tuple[Lengths, ...]] | None = None
     budget: Budget | None = None
+    origin: int = 0
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
@@ -520,7 +521,7 @@ class MixShare(EpochShare):
 
     def at_epoch(self, epoch: int) -> MixShare:
         """Return the rank's part of another epoch."""
-        return replace(self, epoch=epoch)
+        return replace(self, epoch=epoch, origin=self.origin * (epoch == self.epoch))
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -76,7 +76,8 @@ class EpochShare:
     order, with at least one step between two gaps of an epoch.
 
     A step has G positions, those of `batch` rows on each rank. With a `budget`, the steps of the `bucket` are cut into
-    parts of at most as many that fit into it, see `cut`; the world size divides the steps of the bucket.
+    parts of at most as many that fit into it, see `cut`; the world size divides the steps of the bucket. `origin`:
+    where the run began in this epoch, perhaps inside of such a step, which other ranks or another budget cut.
 
     Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
     """
@@ -89,6 +90,7 @@ class EpochShare:
     gaps: tuple[Gap, ...]
     bucket: tuple[int, int, Any] | None = None
     budget: Budget | None = None
+    origin: int = 0
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -176,13 +178,24 @@ class EpochShare:
 
     @cached_property
     def _starts(self) -> Ints:
+        """Where the steps by a budget start, and where the last one ends."""
         assert self.budget is not None
-        return self.budget[2](self)
+        every = self.budget[2](self)
+        at = int(np.searchsorted(every, self.origin))
+        if at == every.size or every[at] == self.origin:
+            return every
+        return np.concatenate([every[:at], self._starts_inside(self.origin, every)])
 
     def budget_starts(self) -> Ints:
-        """Return where the steps by a budget start, and where the last one ends. O(samples of the epoch)."""
+        """Return where the steps by a budget of a run start that begins with the epoch, and where the last one ends.
+
+        O(samples of the epoch). Raises `BatchError` if the world size does not divide the steps of the buckets.
+        """
         assert self.bucket is not None
         group, size, count = self.bucket[1], self.world.size, self.num_samples
+        if group % size:
+            problem = f"{size} ranks with max_tokens= do not divide the {group} samples that steps are cut from"
+            raise BatchError(problem, f"take a number of ranks that divides {group}, or begin a run without the state")
         starts, number = [np.zeros(0, np.int64)], 0
         for longest in self._longest(0, -(-count // group)):
             starts.append(self._cut_rows(number, longest))
@@ -206,7 +219,7 @@ class EpochShare:
         assert self.bucket is not None
         assert self.budget is not None
         group, size = self.bucket[1], self.world.size
-        one = {"batch": group, "world": World(0, 1), "remainder": "pad", "gaps": (), "budget": None}
+        one = {"batch": group, "world": World(0, 1), "remainder": "pad", "gaps": (), "budget": None, "origin": 0}
         every: EpochShare = replace(self, **one)  # type: ignore[type-var] # a dataclass
         steps = max(1, LENGTHS_AT_ONCE // group)
         for number in range(first, last, steps):
@@ -222,21 +235,17 @@ class EpochShare:
         at = int(np.searchsorted(self._starts, position))
         if at == self._starts.size or self._starts[at] == position:
             return self._starts[at:]
-        if position not in self._starts_inside:
-            assert self.bucket is not None
-            number, inside = divmod(position, self.bucket[1])
-            (longest,) = self._longest(number, number + 1)
-            first = self._cut_rows(number, longest, inside // self.world.size)
-            first[0] = position
-            others = self._starts[np.searchsorted(self._starts, (number + 1) * self.bucket[1]) :]
-            others = others if others.size else self._starts[-1:]
-            self._starts_inside[position] = np.concatenate([first[first < self._starts[-1]], others])
-        return self._starts_inside[position]
+        return self._starts_inside(position, self._starts)
 
-    @cached_property
-    def _starts_inside(self) -> dict[int, Ints]:
-        """What `starts_from` returned for positions inside steps of the buckets: where a run resumed."""
-        return {}
+    def _starts_inside(self, position: int, every: Ints) -> Ints:
+        """Return what `starts_from` does for a position inside of a step of the buckets, where no part starts."""
+        assert self.bucket is not None
+        number, inside = divmod(position, self.bucket[1])
+        (longest,) = self._longest(number, number + 1)
+        first = self._cut_rows(number, longest, inside // self.world.size)
+        first[0] = position
+        others = every[np.searchsorted(every, (number + 1) * self.bucket[1]) :]
+        return np.concatenate([first[first < every[-1]], others if others.size else every[-1:]])
 
     def after(self, position: int, steps: int) -> int:
         """Return the position after `steps` steps from a position on, without regard to gaps.
@@ -264,6 +273,11 @@ class EpochShare:
         if end + group > self.num_samples:  # padding repeats samples of the step before
             return starts.size - 1 - first
         return int(np.searchsorted(starts[:-1], end)) - first
+
+    @property
+    def steps_before(self) -> int:
+        """The steps of all earlier epochs, in which this rank has a row; 0 with a budget, since they differ."""
+        return 0 if self.budget is not None else self.epoch * self.num_steps(0)
 
     def first_start(self, position: int) -> int:
         """Return where step 0 of an epoch starts for a run that begins at a position: steps count from there."""
@@ -433,6 +447,7 @@ class Share(EpochShare):
     gaps: tuple[Gap, ...] = ()
     bucket: Bucket | None = None
     budget: Budget | None = None
+    origin: int = 0
 
     @cached_property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -446,7 +461,8 @@ class Share(EpochShare):
 
     def at_epoch(self, epoch: int) -> Share:
         """Return the share of another epoch."""
-        return replace(self, order=replace(self.order, epoch=epoch))
+        origin = self.origin * (epoch == self.epoch)
+        return replace(self, order=replace(self.order, epoch=epoch), origin=origin)
 
     @cached_property
     def divides(self) -> bool:

@@ -139,9 +139,9 @@ class RunState:
     settled; None without buckets.
 
     Three values of this process are not saved. `bucket_scale`: (n, d), a step of the buckets has n / d times the
-    positions of a step of the run, whose budget cuts it. `fresh`: whether the run has not begun, so its lanes can still
-    follow the number of ranks. `given`: the parameters of the order that the caller chose and a loaded state must have;
-    the others are taken from that state.
+    positions of a step of the run, whose budget cuts it; None without a budget. `fresh`: whether the run has not begun,
+    so its lanes can still follow the number of ranks. `given`: the parameters of the order that the caller chose and a
+    loaded state must have; the others are taken from that state.
     """
 
     sources: tuple[SourceIdentity, ...]
@@ -165,7 +165,7 @@ class RunState:
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
     bucket: tuple[int, int] | None = None
-    bucket_scale: tuple[int, int] = (1, 1)
+    bucket_scale: tuple[int, int] | None = None
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
 
@@ -240,7 +240,7 @@ class RunState:
         """
         settled = self._with_lanes(ranks) if self.fresh else self
         if self.bucket is not None and not self.bucket[1]:
-            more, fewer = self.bucket_scale
+            more, fewer = self.bucket_scale or (1, 1)
             settled = replace(settled, bucket=(self.bucket[0], global_batch * more // fewer))
         if self.stop is None:
             return settled
@@ -310,8 +310,8 @@ class RunState:
         if (changed.anchor == self.anchor and new == old) or (not inside and new[0] == changed.position):
             return changed
         problem = f"the mixture changes at position {self.position} of an epoch, inside the bucket window {old}"
-        steps = f"a multiple of bucket_steps={self.bucket[0]} steps of an epoch"
-        raise StateError(problem, f"change weights, sources and turns after {steps}")
+        positions = f"a multiple of {self.bucket[0] * self.bucket[1]} samples of an epoch"
+        raise StateError(problem, f"change weights, sources and turns (give unit=) after {positions}, or at its end")
 
     def with_weights(self, position: int, weights: tuple[int, ...], since: int) -> RunState:
         """Return the state of a mixture with other weights from the first turn at or after a position of the run on.
@@ -424,7 +424,8 @@ class RunState:
                 del values["selection"]
         values |= {name: getattr(self, name) for name in names}
         if self.bucket is not None:
-            values["bucket"] = dict(zip(_BUCKET, self.bucket, strict=True))
+            cut = {"cut": True} if self.bucket_scale is not None else {}
+            values["bucket"] = dict(zip(_BUCKET, self.bucket, strict=True)) | cut
         if self.skipped:
             values["skipped"] = [list(gap) for gap in self.skipped]
         return {"format": STATE_FORMAT, **values}
@@ -443,7 +444,9 @@ class RunState:
         compared |= {"shuffle": read_value(state, "shuffle", bool)}
         differing = _differences(compared | {name: progress[name] for name in ("remainder", "seed")}, self)
         bucket = _read_bucket(state)
-        if (bucket and bucket[0]) != (self.bucket and self.bucket[0]):
+        if bucket and (saved := "cut" in state["bucket"]) != (self.bucket_scale is not None):
+            differing.append(f"steps {'by' if saved else 'without'} max_tokens= instead of the other way")
+        elif (bucket and bucket[0]) != (self.bucket and self.bucket[0]):
             differing.append(f"bucket {bucket} instead of {self.bucket}")
         counted = bool(self.stop) or "samples" in state  # states of earlier releases have no number of samples
         force = force and counted
