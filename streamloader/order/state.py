@@ -310,8 +310,10 @@ class RunState:
         if (changed.anchor == self.anchor and new == old) or (not inside and new[0] == changed.position):
             return changed
         problem = f"the mixture changes at position {self.position} of an epoch, inside the bucket window {old}"
-        positions = f"a multiple of {self.bucket[0] * self.bucket[1]} samples of an epoch"
-        raise StateError(problem, f"change weights, sources and turns (give unit=) after {positions}, or at its end")
+        steps, positions = self.bucket[0], self.bucket[0] * self.bucket[1]
+        counted = "" if self.bucket_scale is not None else f"bucket_steps={steps} steps, "
+        after = f"a multiple of {counted}{positions} samples of an epoch"
+        raise StateError(problem, f"change weights, sources and turns (give unit=) after {after}, or at its end")
 
     def with_weights(self, position: int, weights: tuple[int, ...], since: int) -> RunState:
         """Return the state of a mixture with other weights from the first turn at or after a position of the run on.
