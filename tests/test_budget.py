@@ -166,6 +166,17 @@ def test_a_schedule_by_a_budget_has_each_row_in_an_open_block(made, begun):
         check_schedule(each, 1, begun)
 
 
+@pytest.mark.parametrize("count", range(20, 44, 4))
+def test_padding_may_end_in_a_turn_of_a_source_that_the_step_has_no_more_of(count):
+    table = np.arange(200) % 7 + 1
+    orders = tuple(EpochOrder(samples, OrderParams(2, 4, 4), 0, 0) for samples in (count, 200))
+    mix = Mix(orders, (1, 1), (Phase(0, 4, (2, 1), (0, 1)),), "first")
+    for size in (1, 2, 3, 4):
+        share = MixShare(mix, 0, 4, World(0, size), "pad", (), (3, 12, (table.__getitem__,) * 2))
+        for each in ranks(by_budget(share, 16)):
+            check_schedule(each, 1, 0)
+
+
 N = 700
 
 

@@ -561,7 +561,9 @@ class MixShare(EpochShare):
     def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
         """Return the blocks of a span over all sources and the `live` ones, and the positions of the span's rows."""
         sources, source_positions, positions = self.rows(span.begin, span.steps)
-        edges = *self._turn_edges(span.begin, span.end), *self._within(span)
+        begin, end = self._turn_edges(span.begin, span.end)
+        # padding may end the last step of a budget inside of a turn
+        edges = begin, end, *(end if at == span.end else at for at in self._within(span))
         before, after, *within = (self.mix.counts(self.bounds[0] + at).tolist() for at in edges)
         parts: list[BlockReads] = []
         keys: list[MixKey] = []
