@@ -185,5 +185,4 @@ DATASETS: dict[str, Fields] = {
     "free": free(20),
     "appended": appended(20),
     "lengths": appended(9),
-    "deleted": {name: column for name, column in appended(14).items() if name != "boxes"},
 }

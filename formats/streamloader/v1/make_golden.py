@@ -21,14 +21,11 @@ import numpy as np
 from golden_values import DATASETS, Fields
 
 from streamloader.format.codecs import column_size, encode_shard
-from streamloader.format.deleted import write_deleted
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
     clean_append,
     finish_extension,
-    finish_fields,
-    nothing_new,
     plan_extension,
     prepare_shard,
     publish,
@@ -117,19 +114,10 @@ PLANS: dict[str, tuple[int, OrderPin, Layouts]] = {
             "label": (8, 16, "none", RESIDENT),
         },
     ),
-    # deleted samples that are single ones, whole chunks, and in a shard that more samples come to later
-    "deleted": (
-        8,
-        OrderPin(4, 1, 16),
-        {"wave": (4, 8, "none", BULK), "caption": (2, 8, "zstd", BULK), "label": (8, 16, "lz4", RESIDENT)},
-    ),
 }
-# the versions of a dataset: the number of samples that are stored, or the stored samples that are deleted
-VERSIONS: dict[str, tuple[Any, ...]] = {
-    "appended": (5, 11, 20),
-    "deleted": (9, [0, 3, 8], 14, [0, 3, 4, 5, 6, 7, 8, 10]),
-}
-WITH_LENGTHS = {"lengths", "deleted"}
+# the numbers of samples of a dataset's versions: it is written with the first, and appended to
+VERSIONS = {"appended": (5, 11, 20)}
+WITH_LENGTHS = {"lengths"}
 PROVENANCE = {"free": {"source": "by hand", "ratio": 0.5, "who": "Zoë"}}
 
 
@@ -202,11 +190,8 @@ def write(store: Store, name: str) -> Manifest:
     for path, document in documents.items():
         store.put(f"{path}/zarr.json", to_bytes(document))
     store.put("zarr.json", to_bytes(root))
-    for step in versions[1:]:
-        if isinstance(step, list):
-            manifest = delete(store, manifest, step)
-        else:
-            manifest = append(store, manifest, {field: column[:step] for field, column in whole.items()})
+    for stop in versions[1:]:
+        manifest = append(store, manifest, {field: column[:stop] for field, column in whole.items()})
     return manifest
 
 
@@ -225,20 +210,6 @@ def append(store: Store, base: Manifest, columns: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def delete(store: Store, base: Manifest, numbers: list[int]) -> Manifest:
-    """Publish the next version, which leaves these of the stored samples out."""
-    left = replace(base, deleted=write_deleted(store, base.generation + 1, np.array(numbers)))
-    manifest = finish_fields(store, left, nothing_new(base), {}, base.provenance)
-    publish(store, base.digest, manifest)
-    return manifest
-
-
-def remaining(name: str, values: list[Any]) -> list[Any]:
-    """Return the values of the samples that the last version has."""
-    last = VERSIONS.get(name, (0,))[-1]
-    return [value for i, value in enumerate(values) if not isinstance(last, list) or i not in last]
-
-
 def make(folder: Path) -> None:
     """Write all golden datasets below `folder`."""
     store = open_store(str(folder))
@@ -246,9 +217,9 @@ def make(folder: Path) -> None:
     write_split_root(store.child("splits"), {name: manifests[f"splits/{name}"] for name in ("train", "val")})
     expected = {
         name: {
-            "num_samples": manifests[name].num_remaining,
+            "num_samples": manifests[name].num_samples,
             "digest": manifests[name].digest,  # pinned, so that a change of its definition is seen
-            "fields": {f: {"spec": spec, "values": remaining(name, values)} for f, (spec, values) in fields.items()},
+            "fields": {field: {"spec": spec, "values": values} for field, (spec, values) in fields.items()},
         }
         for name, fields in DATASETS.items()
     }
