@@ -1,14 +1,20 @@
 """Options as small frozen values, checked when they are created. Docstrings give the reasons of the defaults."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from streamloader.errors import UsageError
+from streamloader.errors import SelectionError, UsageError
+
+if TYPE_CHECKING:  # the command line starts without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 MIB = 1 << 20
 
@@ -38,6 +44,39 @@ def whole(name: str, value: Any, minimum: int = 1) -> int:
     if not is_whole(value, minimum):
         raise UsageError(f"{name}={value!r:.60}", f"give a whole number of at least {minimum}")
     return int(value)
+
+
+def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
+    """Return the argument `name` as an array of one axis. Raises `SelectionError`."""
+    import numpy as np
+
+    if np.ma.is_masked(choice):
+        mask = choice.dtype == np.bool_
+        other = f"fill them: {name}.filled(False)" if mask else f"leave them out: {name}.compressed()"
+        raise SelectionError(f"{name}= has masked elements", other)
+    try:
+        values = np.asarray(choice)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
+        raise SelectionError(f"{name}= is not an array: {error}", remedy) from error
+    if values.ndim != 1:
+        raise SelectionError(f"{name}= has the shape {values.shape}", remedy)
+    return values
+
+
+def whole_numbers(choice: Any, name: str) -> NDArray[Any]:
+    """Return the argument `name` as an array of whole numbers, of shape (numbers,). Raises `SelectionError`."""
+    values = as_array(choice, name, remedy := "give sample numbers, or the path or URL of a file of them")
+    if values.dtype.kind not in "iu" and values.size:
+        raise SelectionError(f"{name}= has the dtype {values.dtype}", remedy)
+    return values
+
+
+def in_range(numbers: NDArray[Any], num_samples: int, name: str) -> NDArray[np.int64]:
+    """Return sample numbers as int64. Raises `SelectionError` for one below 0, or not below `num_samples`."""
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
+        problem = f"{name}= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
+        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
+    return numbers.astype("int64")
 
 
 def plain_integers(value: Any) -> Any:

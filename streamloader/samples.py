@@ -1,14 +1,11 @@
-"""Numbers of samples: those that callers give, and those of which some are left out, as deleted ones are. No I/O."""
+"""Numbers of samples, of which some are left out: by a selection, or because a version deleted them. No I/O."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from streamloader.errors import SelectionError
 
 Ints = NDArray[np.int64]
 
@@ -20,37 +17,6 @@ def distinct(values: Ints) -> Ints:
     meanwhile, as it may for the daemon threads of a pass.
     """
     return np.unique(values, return_counts=True)[0]
-
-
-def as_array(choice: Any, name: str, remedy: str) -> NDArray[Any]:
-    """Return the argument `name` as an array of one axis. Raises `SelectionError`."""
-    if np.ma.is_masked(choice):
-        mask = choice.dtype == np.bool_
-        other = f"fill them: {name}.filled(False)" if mask else f"leave them out: {name}.compressed()"
-        raise SelectionError(f"{name}= has masked elements", other)
-    try:
-        values = np.asarray(choice)
-    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
-        raise SelectionError(f"{name}= is not an array: {error}", remedy) from error
-    if values.ndim != 1:
-        raise SelectionError(f"{name}= has the shape {values.shape}", remedy)
-    return values
-
-
-def whole_numbers(choice: Any, name: str) -> NDArray[Any]:
-    """Return the argument `name` as an array of whole numbers, of shape (numbers,). Raises `SelectionError`."""
-    values = as_array(choice, name, remedy := "give sample numbers, or the path or URL of a file of them")
-    if values.dtype.kind not in "iu" and values.size:
-        raise SelectionError(f"{name}= has the dtype {values.dtype}", remedy)
-    return values
-
-
-def in_range(numbers: NDArray[Any], num_samples: int, name: str) -> NDArray[np.int64]:
-    """Return sample numbers as int64. Raises `SelectionError` for one below 0, or not below `num_samples`."""
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
-        problem = f"{name}= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
-        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
-    return numbers.astype(np.int64)
 
 
 class AllBut:

@@ -14,7 +14,7 @@ import pytest
 from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_groups import check_schedule
+from test_groups import N, check_schedule, length_of
 from test_groups import shares as shares_of_datasets
 from test_mixture_groups import shares as shares_of_mixtures
 from torch.utils.data import DataLoader
@@ -175,13 +175,6 @@ def test_padding_may_end_in_a_turn_of_a_source_that_the_step_has_no_more_of(coun
         share = MixShare(mix, 0, 4, World(0, size), "pad", (), (3, 12, (table.__getitem__,) * 2))
         for each in ranks(by_budget(share, 16)):
             check_schedule(each, 1, 0)
-
-
-N = 700
-
-
-def length_of(number: int) -> int:
-    return 1 + (number * 7919) % 97
 
 
 @pytest.fixture(scope="module")

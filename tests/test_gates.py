@@ -39,7 +39,7 @@ CHANGING_STATE = {
 BASE = {"errors", "options", "stats", "samples"}
 ALLOWED = {
     "errors": set(),
-    "samples": {"errors"},
+    "samples": set(),
     "options": {"errors"},
     "stats": {"errors", "options"},
     "storage": BASE,

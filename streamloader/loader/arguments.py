@@ -39,8 +39,10 @@ from streamloader.options import (
     Remainder,
     Sampling,
     Shuffle,
+    in_range,
     is_whole,
     whole,
+    whole_numbers,
 )
 from streamloader.order.budget import PARTS, Budget, step_scale
 from streamloader.order.epoch_order import OrderParams
@@ -716,7 +718,7 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
         return selection
     from streamloader.format.conditions import number_files, parse_lines
     from streamloader.order.selection import exclude
-    from streamloader.samples import distinct, in_range, whole_numbers
+    from streamloader.samples import distinct
 
     if isinstance(choice, str | os.PathLike):
         own = {"split": source.split, "source": store.url}

@@ -17,10 +17,11 @@ from streamloader.format.conditions import class_number
 from streamloader.format.manifest import Manifest
 from streamloader.format.reader import FieldReader, read_columns
 from streamloader.loader.arguments import PIECE_BYTES, Source, WeightsChoice
+from streamloader.options import as_array
 from streamloader.order.mixture import exact_shares
 from streamloader.order.schedule import Ints
 from streamloader.order.weights import Drawn
-from streamloader.samples import AllBut, as_array
+from streamloader.samples import AllBut
 from streamloader.storage import open_beside
 from streamloader.storage.store import Store
 

@@ -21,7 +21,8 @@ from streamloader.format.manifest import Manifest
 from streamloader.format.opening import Opened
 from streamloader.maintenance.append import Addition, AppendReport, check_claim, entries, with_entry, without_rows
 from streamloader.maintenance.erase import Eraser
-from streamloader.samples import distinct, in_range, whole_numbers
+from streamloader.options import in_range, whole_numbers
+from streamloader.samples import distinct
 from streamloader.zarr.coordinates import time_labels
 
 FORMAT = "numbers"  # of the "source" of a deletion

@@ -181,10 +181,9 @@ class EpochShare:
         """Where the steps by a budget start, and where the last one ends."""
         assert self.budget is not None
         every = self.budget[2](self)
-        at = int(np.searchsorted(every, self.origin))
-        if at == every.size or every[at] == self.origin:
+        if not self.origin:
             return every
-        return np.concatenate([every[:at], self._starts_inside(self.origin, every)])
+        return np.concatenate([every[every < self.origin], self._starts_after(self.origin, every)])
 
     def budget_starts(self) -> Ints:
         """Return where the steps by a budget of a run start that begins with the epoch, and where the last one ends.
@@ -232,13 +231,13 @@ class EpochShare:
 
         The position may be inside a step of the buckets, after fewer or more parts than this world has there.
         """
-        at = int(np.searchsorted(self._starts, position))
-        if at == self._starts.size or self._starts[at] == position:
-            return self._starts[at:]
-        return self._starts_inside(position, self._starts)
+        return self._starts_after(position, self._starts)
 
-    def _starts_inside(self, position: int, every: Ints) -> Ints:
-        """Return what `starts_from` does for a position inside of a step of the buckets, where no part starts."""
+    def _starts_after(self, position: int, every: Ints) -> Ints:
+        """Return what `starts_from` does, from the starts of `every` step of a run that begins with the epoch."""
+        at = int(np.searchsorted(every, position))
+        if at == every.size or every[at] == position:
+            return every[at:]
         assert self.bucket is not None
         number, inside = divmod(position, self.bucket[1])
         (longest,) = self._longest(number, number + 1)
@@ -529,7 +528,7 @@ class Share(EpochShare):
 
     def _own(self, positions: Ints) -> Ints:
         """Return the position of each row, or the one that a padded row repeats."""
-        n, step = self.num_samples, self.global_batch if self.budget is None or not self.bucket else self.bucket[1]
+        n, step = self.num_samples, self.bucket[1] if self.bucket and self.budget else self.global_batch
         return np.where(positions < n, positions, positions % n if n < step else positions - step)
 
     @cached_property

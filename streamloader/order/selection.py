@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
-from streamloader.samples import AllBut, as_array, in_range
+from streamloader.options import as_array, in_range
+from streamloader.samples import AllBut
 
 Ints = NDArray[np.int64]
 
