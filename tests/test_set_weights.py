@@ -284,3 +284,17 @@ def test_steps_are_skipped_once_where_an_epoch_begins_again(urls, stop, kept):
         expected = [batch for step, batch in enumerate(whole) if step not in skips]
         for resume in (None, 0, 2):
             assert run(skips, resume) == expected
+
+
+def test_weights_are_set_between_two_batches_of_a_process_that_plans(urls):
+    def set_weights(_: object) -> None:
+        ds.set_weights(later(urls))
+
+    ds = opened(urls, on_batch=set_weights)
+    with pytest.raises(errors.UsageError, match="while a batch is being returned; call it between two"):
+        next(iter(ds))
+    torch = opened(urls, cls=Mixture, steps_per_epoch=None)
+    loader = DataLoader(torch, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    next(iter(loader))
+    with pytest.raises(errors.UsageError, match="give num_workers= to the dataset"):
+        torch.set_weights(later(urls))
