@@ -340,3 +340,33 @@ print("left")
 def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
     done = run_python("-c", LEAVING, folder / "jpeg", work)
     assert (done.stdout, done.stderr) == ("left\n", "")
+
+
+SLOW = """
+import atexit, sys, time
+inside = 0
+
+def slow(call):
+    def slowed(*args, **options):
+        global inside
+        inside += 1
+        result = call(*args, **options)
+        time.sleep(0.8)  # a batch takes longer than the exit waits
+        inside -= 1
+        return result
+    return slowed
+
+atexit.register(lambda: print(inside))  # called last
+import cv2, streamloader as sl
+transform = slow(dict) if sys.argv[2] == "transform" else None
+cv2.resize = slow(cv2.resize) if transform is None else cv2.resize
+ds = sl.StreamingDataset(sys.argv[1], batch_size=32, decode=sl.Decode(size=(5, 5)), transform=transform)
+batches = iter(ds)
+while not inside:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("work", ["decode", "transform"])
+def test_the_end_of_a_script_waits_for_the_sample_in_hand_and_not_for_its_batch(folder, work):
+    assert run_python("-c", SLOW, folder / "jpeg", work).stdout == "0\n"

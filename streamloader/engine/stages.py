@@ -57,7 +57,7 @@ from streamloader.errors import DecodeError, EngineError, StreamloaderError, wra
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import MIB, Collate, OnBadSample, Pack, Pad
 from streamloader.order.schedule import BatchPlan, Ints
-from streamloader.storage.process import finalize
+from streamloader.storage.process import finalize, finished_before_exit, wait_at_exit
 
 if TYPE_CHECKING:
     from streamloader.images.decode import Header, ImageDecoder
@@ -162,21 +162,23 @@ def decode_images(
         )
         for decoder, spans, outs, sizes, _ in fields
     ]
-    for row, (sample, crop, *images) in enumerate(zip(samples.tolist(), crops, *columns, strict=True)):
-        decoder = fields[0][0]
-        try:
-            for (decoder, *_, pad), ((start, size), draws, out, inside) in zip(fields, images, strict=True):
-                data = memory[start : start + size]
-                if isinstance(out, tuple):
-                    decoder.decode_views(data, sample, out, draws)
-                elif inside is None:
-                    decoder.decode(data, sample, out, draws, crop)
-                else:
-                    _decode_padded(decoder, (data, sample, draws, crop), out, inside, pad)
-        except DecodeError as error:
-            if not tolerant:
-                raise
-            bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
+    with finished_before_exit() as stop_if_ending:
+        for row, (sample, crop, *images) in enumerate(zip(samples.tolist(), crops, *columns, strict=True)):
+            stop_if_ending()
+            decoder = fields[0][0]
+            try:
+                for (decoder, *_, pad), ((start, size), draws, out, inside) in zip(fields, images, strict=True):
+                    data = memory[start : start + size]
+                    if isinstance(out, tuple):
+                        decoder.decode_views(data, sample, out, draws)
+                    elif inside is None:
+                        decoder.decode(data, sample, out, draws, crop)
+                    else:
+                        _decode_padded(decoder, (data, sample, draws, crop), out, inside, pad)
+            except DecodeError as error:
+                if not tolerant:
+                    raise
+                bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
     return time.thread_time() - begin, bad
 
 
@@ -257,8 +259,6 @@ PART_BYTES = 8 * MIB
 SMALL_BYTES = 64 << 10
 # Added to the position of the first sample of a batch: the key of the random numbers of its `collate`.
 COLLATE = 1 << 63
-# How long the interpreter's exit waits for the image or the transform that a thread is running.
-EXIT_SECONDS = 5.0
 
 
 class Stages:
@@ -330,9 +330,9 @@ class Stages:
         self.needed: Callable[[], int] = int  # the bytes of the blocks in use
         in_workers = not alone or self._shared_collate is not None
         self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
-        # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
-        # ended, so the exit waits for these threads. The finalizer must not hold a reference to this object.
-        finalize(self, _join_at_exit, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
+        wait_at_exit()  # for OpenCV and native code of a transform
+        # the finalizer must not hold a reference to this object
+        finalize(self, _close, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
         """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.
@@ -687,6 +687,7 @@ class Stages:
         ended = _countdown(batch, 1, partial(then, batch))
         self._here.submit(Job(self._collate, (batch, parts, memory), ended))
 
+    @finished_before_exit()
     def _collate(self, batch: Batch, parts: list[Any], memory: Mapping[str, NDArray[Any]]) -> None:
         """Make the columns of transformed samples. `memory`: of columns, with the large values of parts."""
         numbers, stack = batch.plan.samples.tolist(), self._stack_tensors
@@ -837,12 +838,9 @@ def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..
     return {name: Ragged(values, column.offsets), f"{name}_valid": Ragged(valid, column.offsets)}
 
 
-def _join_at_exit(here: Sequence[Threads]) -> None:
+def _close(here: Sequence[Threads]) -> None:
     for threads in here:
         threads.close()
-    if threading.main_thread().ident == threading.get_ident():  # at exit: a deleted object has no running threads
-        for threads in here:
-            threads.join(EXIT_SECONDS)
 
 
 def _divide(count: int, parts: int) -> list[range]:

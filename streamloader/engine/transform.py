@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from streamloader.engine.executor import Executor
 from streamloader.engine.messages import caller, script_of_this_process, share_pickle
 from streamloader.errors import StreamloaderError, TransformError, UsageError, message
-from streamloader.storage.process import is_interactive
+from streamloader.storage.process import finished_before_exit, is_interactive
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
@@ -104,31 +104,33 @@ def apply(
     (keys, numbers, blank), with_rng = labels, takes_rng(transform)
     out, errors = list[Sample | None](), dict[int, StreamloaderError]()
     own = resolve_name(f"{tensors}:OwnGenerator")() if tensors else None
-    for row, (sample, key, number) in enumerate(zip(samples, keys, numbers, strict=True)):
-        if blank and row in blank:
-            out.append(None)
-            continue
-        for_tensors, for_numpy, for_python = seeds_of(key)
-        if alone:
-            np.random.seed(for_numpy >> 32)
-            random.seed(for_python)
-        if own is not None:
-            own.seed(for_tensors)
-        try:
-            with own or nullcontext():
-                result = transform(sample, rng_of(key)) if with_rng else transform(sample)
-        except BaseException as error:
-            problem = f"{what} raised {type(error).__name__} on sample {number}: {message(error)}"
-            remedy = "fix it, have it return a default for such samples, or give on_error="
-            if blank is None:
-                raise TransformError(problem, remedy) from error
-            errors[row] = TransformError(problem, remedy)
-            out.append(None)
-            continue
-        if not isinstance(result, dict):
-            problem = f"{what} returned {type(result).__name__} for sample {number}"
-            raise TransformError(problem, "return a dict from field names to values")
-        out.append(result)
+    with finished_before_exit() as stop_if_ending:
+        for row, (sample, key, number) in enumerate(zip(samples, keys, numbers, strict=True)):
+            stop_if_ending()
+            if blank and row in blank:
+                out.append(None)
+                continue
+            for_tensors, for_numpy, for_python = seeds_of(key)
+            if alone:
+                np.random.seed(for_numpy >> 32)
+                random.seed(for_python)
+            if own is not None:
+                own.seed(for_tensors)
+            try:
+                with own or nullcontext():
+                    result = transform(sample, rng_of(key)) if with_rng else transform(sample)
+            except BaseException as error:
+                problem = f"{what} raised {type(error).__name__} on sample {number}: {message(error)}"
+                remedy = "fix it, have it return a default for such samples, or give on_error="
+                if blank is None:
+                    raise TransformError(problem, remedy) from error
+                errors[row] = TransformError(problem, remedy)
+                out.append(None)
+                continue
+            if not isinstance(result, dict):
+                problem = f"{what} returned {type(result).__name__} for sample {number}"
+                raise TransformError(problem, "return a dict from field names to values")
+            out.append(result)
     return out, errors
 
 

@@ -176,6 +176,14 @@ class _Calls:
         self._owner = Owner("calls")
         atexit.register(self._finish)
 
+    def stop_if_ending(self) -> None:
+        """Let the interpreter end, once it does, instead of returning to a daemon thread whose call is counted."""
+        if self.ending and threading.current_thread().daemon:
+            with self.changed:
+                self.running -= 1
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: False)  # the end of the process
+
     def _finish(self) -> None:
         if self._owner.here:  # a forked child has no such threads
             until = time.monotonic() + EXIT_SECONDS
@@ -195,20 +203,25 @@ def _are_delivering() -> bool:
 _CALLS: PerProcess[_Calls] = PerProcess()
 
 
+def wait_at_exit() -> _Calls:
+    """Let the end of this process wait for `finished_before_exit`, also if the first such block begins during it."""
+    return _CALLS.get(_Calls)
+
+
 @contextmanager
-def finished_before_exit() -> Iterator[None]:
+def finished_before_exit() -> Iterator[Callable[[], None]]:
     """Keep the interpreter from ending during the block, for up to `EXIT_SECONDS`.
 
     For native code that runs Python code, or has threads that do: when a daemon thread of this kind needs the
-    interpreter after its end, the process aborts or hangs.
+    interpreter after its end, the process aborts or hangs. Yields a function that a long block calls between its parts:
+    there, the interpreter may end.
     """
-    calls = _CALLS.get(_Calls)
+    calls = wait_at_exit()
     with calls.changed:
-        if calls.ending and threading.current_thread().daemon:
-            calls.changed.wait_for(lambda: False)  # the end of the process
         calls.running += 1
     try:
-        yield
+        calls.stop_if_ending()
+        yield calls.stop_if_ending
     finally:
         with calls.changed:
             calls.running -= 1
