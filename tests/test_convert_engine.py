@@ -1,16 +1,18 @@
 """The local engine: tasks in processes that may be killed at any moment."""
 
 import os
+import traceback
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import Pipe, connection
 from pathlib import Path
 
 import pytest
 from engine_tasks import ROWS, Run
 from leaks import uncollected
 
-from streamloader.conversion.executors import ATTEMPTS, Executor, WorkerPool, open_local, run_tasks
+from streamloader.conversion.executors import ATTEMPTS, Executor, WorkerPool, open_local, run_tasks, send
 from streamloader.errors import EngineError, SourceError
 from streamloader.format.publish import Receipt
 
@@ -139,3 +141,19 @@ def test_processes_start_with_the_executor_and_end_with_it(tmp_path):
         run_tasks(executor, run.tasks(), run.note)
     assert run.workers() <= begun
     assert not [pid for pid in begun if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.python
+def test_ctrl_c_while_a_task_is_sent_leaves_no_view_of_a_buffer_that_is_closed_later(monkeypatch):
+    """Python 3.13 would print the `BufferError` of closing it after the message that tells how to resume."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    ours, theirs = Pipe()
+    monkeypatch.setattr(connection.Connection, "_send", interrupt)
+    with ours, theirs, pytest.raises(KeyboardInterrupt) as caught:
+        send(ours, "task")
+    values = [value for frame, _ in traceback.walk_tb(caught.tb) for value in frame.f_locals.values()]
+    views = [value for value in values if isinstance(value, memoryview)]
+    assert {type(view.obj) for view in views} == {bytes}

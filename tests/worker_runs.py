@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from folder_server import folder_server
 from worker_tasks import run_workers, servers_of, workers_of
 
 import streamloader as sl
+from streamloader.engine import workers as processes
 from streamloader.engine.arena import Arena
 from streamloader.engine.executor import Executor, Job
 from streamloader.errors import EngineError, ForkError
@@ -130,8 +132,9 @@ def imports(url: str, arguments: str) -> None:
     say({"packages": found, "threads": len(list(Path(f"/proc/{server}/task").iterdir()))})
 
 
-def deaths(name: str) -> None:
-    """Call a function that ends its worker, until that is an error."""
+def deaths(name: str, *seconds: str) -> None:
+    """Call a function that ends its worker, at these times of the clock, until that is an error."""
+    processes.time = SimpleNamespace(monotonic=map(float, seconds).__next__)  # type: ignore[assignment]
     executor = Executor(2)
     executor.start()
     repeats: list[int] = []

@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -183,6 +184,14 @@ def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task], Future[Result
     return lambda task: in_thread(partial(run, task), "streamloader-task")
 
 
+def send(channel: connection.Connection, value: Any) -> None:
+    """Do what `channel.send` does, which prints a `BufferError` if Ctrl-C ends it (Python 3.13).
+
+    The traceback keeps the view of a `BytesIO`, which the garbage collector then closes.
+    """
+    channel.send_bytes(bytes(ForkingPickler.dumps(value)))
+
+
 class Worker:
     """A process, and the futures of its tasks."""
 
@@ -207,7 +216,7 @@ class Worker:
         self.assigned.append(future)
         self.ready = False
         with suppress(ConnectionError):  # the process has died: `WorkerPool.wait` finds the closed channel
-            self.channel.send(task)
+            send(self.channel, task)
 
     def close(self) -> int:
         """Kill the process if it still runs, and return its status."""
@@ -285,7 +294,7 @@ def main(descriptor: int) -> None:
         def write(task: Task, prepared: Callable[[], Outcome] | StreamloaderError) -> None:
             result = prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared)
             with send_lock:
-                channel.send(result)
+                send(channel, result)
 
         def read(task: Task) -> Future[None]:
             """Read a task, and start to write it. As a function, so that only the writer refers to the shard."""
@@ -297,7 +306,7 @@ def main(descriptor: int) -> None:
         while True:
             writing = read(tasks.get())
             with send_lock:
-                channel.send(None)
+                send(channel, None)
 
 
 def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> None:
