@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
@@ -19,10 +19,13 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.cli.measure import parse_packs
 from streamloader.engine.packing import row_items
+from streamloader.format.opening import open_root
+from streamloader.format.tables import LengthTable, digest_of_pages, encode_lengths, lengths_digest, lengths_path
 from streamloader.loader import join, packing
 from streamloader.loader.dataset import NumpyMixture as Mixture
 from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
 from streamloader.order.packing import Packed
+from streamloader.storage import open_store
 
 N, LENGTH, PAD = 700, 64, -1
 LAYOUT = sl.Layout(chunk_size=1 << 10, block_size=1 << 12, samples_per_shard=64)
@@ -302,6 +305,19 @@ def test_bad_documents_are_left_out_of_their_rows_or_rows_are_replaced(corpus, t
         list(stream(str(path)))
 
 
+def test_a_bad_document_of_many_rows_counts_once(tmp_path):
+    path = tmp_path / "d"
+    with sl.Writer(path, {"tokens": "ragged:int32"}, layout=LAYOUT, num_samples=4) as out:
+        for document in range(4):
+            out.write({"tokens": np.full(150 * LENGTH if document == 1 else 5 * LENGTH, document, np.int32)})
+    assert damage(path, "tokens", 1) == [1]
+    given = {"on_error": "mask", "shuffle": False, "remainder": "uneven", "error_log": str(tmp_path / "log")}
+    dataset = stream(str(path), max_bad=1, **given)
+    assert sum(int(batch["error"].sum()) for batch in dataset) == dataset.stats().bad_samples == 150
+    with pytest.raises(errors.BadSamplesError, match=r"1 of 8 samples .* are bad"):
+        list(stream(str(path), max_bad=0, **given))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -314,6 +330,7 @@ def test_bad_documents_are_left_out_of_their_rows_or_rows_are_replaced(corpus, t
         ({"transform": dict}, "with a transform"),
         ({"batch_size": None}, "batch_size=None"),
         ({"shuffle": False, "pack": {"tokens": sl.Pack(64, fit="best", balance="attention")}}, "shuffle"),
+        ({"batch_size": 2**25}, "have 2147483648 elements.* at most 33554431"),
     ],
 )
 def test_what_does_not_fit_packed_rows_is_an_error_that_names_the_remedy(corpus, given, message):
@@ -333,6 +350,28 @@ def test_fields_of_different_lengths_and_rows_without_documents_are_errors(tmp_p
     for given in ({"fit": "first"}, {"split": False}, {"balance": "attention"}, {"fit": "best", "split": 1}, *unknown):
         with pytest.raises(errors.UsageError):
             sl.Pack(64, **given)
+
+
+def rewrite_lengths(path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change all lengths of a field in its table, as a writer does that computes them wrongly."""
+    store, document, digests = open_store(path), json.loads((path / "zarr.json").read_text()), []
+    manifest = open_root(store).manifest
+    table, layout = LengthTable(store, manifest, name), manifest.fields[name]
+    for shard in range(layout.num_shards(manifest.num_samples)):
+        lengths = change(table.shard(shard))
+        (path / lengths_path(name, shard)).write_bytes(encode_lengths(lengths, layout))
+        digests.append(lengths_digest(lengths))
+    document["attributes"]["streamloader"]["lengths"][name] = digest_of_pages(digests)
+    (path / "zarr.json").write_text(json.dumps(document))
+
+
+def test_a_table_of_lengths_with_less_than_the_documents_have_is_an_error_that_names_it(tmp_path):
+    """Otherwise rows would have what the table says, and leave out the end of each document."""
+    url = write(tmp_path / "d")
+    rewrite_lengths(tmp_path / "d", "tokens", lambda lengths: np.minimum(lengths, 4 * LENGTH))
+    for given in ({}, {"where": [1, 2]}, {"pack": None, "bucket_by": "tokens", "collate": "pad"}):
+        with pytest.raises(errors.FormatError, match=r"_streamloader/lengths/tokens are .* bytes in all, the samples"):
+            stream(url, **given)
 
 
 def test_documents_of_other_lengths_than_their_tables_are_an_error(corpus, tmp_path, monkeypatch):

@@ -18,8 +18,9 @@ from streamloader.errors import FormatError, StreamloaderError
 from streamloader.order.epoch_order import mix
 from streamloader.order.schedule import BatchPlan, Ints
 
-# The number of a bad sample, the field that is bad, "" for the transform, and the error.
-Fault = tuple[int, str, StreamloaderError]
+# The number of a bad sample, the field that is bad, "" for the transform, the error, and whether it counts: of the
+# packed rows that a bad document is cut into only the first one does.
+Fault = tuple[int, str, StreamloaderError, bool]
 # Errors by slot row (see `residence.py`) of the samples that a residence has no values of.
 BadRows = dict[int, StreamloaderError]
 

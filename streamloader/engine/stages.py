@@ -103,7 +103,7 @@ class Batch:
 
     def leave_out(self, row: int, name: str, error: StreamloaderError) -> None:
         """Record that the sample of a row is bad in a field, or "" for the transform, so the row has no values."""
-        self.faults.setdefault(row, (int(self.plan.samples[row]), name, error))
+        self.faults.setdefault(row, (int(self.plan.samples[row]), name, error, True))
         self.blank.add(row)
 
     def drop(self) -> None:
@@ -433,12 +433,13 @@ class Stages:
         given: dict[str, Any] = {"segments": segments, "buffers": self._buffers, "numbers": numbers}
         while True:
             plan = batch.plan
-            documents, _, edges = items = find(plan.samples)
+            documents, pieces, edges = items = find(plan.samples)
             slot_rows = self._blocks.locate_documents(plan.tickets, edges, documents)
             bad = _bad_items([*fields], slot_rows) if self._config.tolerant else {}
             for item, (name, error) in bad.items():
                 row = int(edges.searchsorted(item, side="right")) - 1
-                batch.faults.setdefault(row, (int(plan.samples[row]), name, error))
+                fault = batch.faults.setdefault(row, (int(plan.samples[row]), name, error, False))
+                batch.faults[row] = *fault[:3], bool(fault[3] or pieces[item] == 0)
             if bad and self._config.on_error == "replace" and not batch.masked:
                 self._replace_rows(batch)
                 continue

@@ -254,7 +254,8 @@ class LengthTable:
     def page_digests(self, out: NDArray[np.int64] | None = None) -> list[str]:
         """Return the SHA-256 of each page, and write all lengths to `out`, if given.
 
-        Raises `ModifiedError` if the table does not match the manifest, and as `shard`.
+        Raises `ModifiedError` if the table does not match the manifest, `FormatError` if the lengths are not those of
+        all samples together, and as `shard`.
         """
         digests = list[str]()
         for number, page in enumerate(self.pages(digests)):
@@ -265,15 +266,20 @@ class LengthTable:
     def pages(self, digests: list[str] | None = None) -> Iterator[NDArray[np.uint32]]:
         """Yield the lengths in bytes of the samples of each shard; append the SHA-256 of each to `digests`, if given.
 
-        Raises as `page_digests`, `ModifiedError` after the last one.
+        Raises as `page_digests`, `ModifiedError` and `FormatError` after the last one.
         """
-        size, found = self._layout.shard, list[str]() if digests is None else digests
+        size, found, total = self._layout.shard, list[str]() if digests is None else digests, 0
         shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, READ_BYTES // (4 * size)))
         for first in shards[::step]:
             for page in run_all(self.shard, shards[first : first + step], THREADS):
                 found.append(lengths_digest(page))
+                total += int(page.sum(dtype=np.int64))
                 yield page
         self.check(found)
+        if total != self._layout.nbytes:
+            problem = f"the lengths in {self._store.url}/{LENGTHS}/{self._name} are {total} bytes in all"
+            remedy = "copy or convert the dataset again"
+            raise errors.FormatError(f"{problem}, the samples have {self._layout.nbytes}", remedy)
 
     def check(self, pages: Iterable[str]) -> None:
         """Raise `ModifiedError` if the SHA-256s of the pages do not match the manifest."""

@@ -53,9 +53,9 @@ class BadSamples:
         rows = real.nonzero()[0].tolist()
         self._delivered += len(rows)
         bad = [row for row in rows if row in faults]
-        self._count += len(bad)
+        self._count += sum(faults[row][3] for row in bad)
         for row in rows if bad else rows[:1]:
-            self._in_a_row = self._in_a_row + 1 if row in faults else 0
+            self._in_a_row = self._in_a_row + faults[row][3] if row in faults else 0
             if self._in_a_row == MOST_IN_A_ROW:
                 self._most = 0  # from now on
         return bad

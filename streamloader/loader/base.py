@@ -730,7 +730,7 @@ class Loader:
         """Log the bad samples of a step by row. Raises `BadSamplesError` if there are too many."""
         rank, firsts, lines = self._rank.rank, first_samples(self._datasets, selected=False), []
         step = cursor.share.steps_between(0, cursor.position)
-        for row, (number, name, error) in faults.items():
+        for row, (number, name, error, _) in faults.items():
             at = bisect_right(firsts, number) - 1
             dataset, sample = self._datasets[at], number - firsts[at]
             where = {"epoch": plan.epoch, "step": step, "rank": rank, "position": int(plan.positions[row])}

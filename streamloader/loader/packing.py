@@ -16,6 +16,8 @@ from streamloader.options import Pack
 from streamloader.order.packing import Packed
 from streamloader.order.schedule import Ints
 
+MAX_ELEMENTS = (1 << 31) - 1  # of a batch
+
 
 def pack_rows(datasets: Sequence[Dataset], packs: Mapping[str, Pack], given: Arguments) -> tuple[Dataset, ...]:
     """Return the datasets with the rows that their documents are packed into, each by itself.
@@ -32,6 +34,9 @@ def pack_rows(datasets: Sequence[Dataset], packs: Mapping[str, Pack], given: Arg
             remedy = "leave it out: rows have one shape; Pack(balance='attention') gives steps rows of like cost"
             raise UsageError(f"{option}={value!r:.60} with packed rows", remedy)
     (pack,) = options
+    if (elements := (given.batch_size or 1) * pack.length) > MAX_ELEMENTS:
+        problem = f"batch_size={given.batch_size} packed rows of {pack.length} have {elements} elements"
+        raise UsageError(problem, f"give a batch_size of at most {MAX_ELEMENTS // pack.length}: offsets have 32 bits")
     if pack.balance is not None and given.shuffle is False:
         remedy = "leave one of them out: balancing changes which rows a batch has"
         raise UsageError(f"Pack(balance={pack.balance!r}) with shuffle=False", remedy)
