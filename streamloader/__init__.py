@@ -7,7 +7,7 @@
         ...
 
 Names are imported on first use: importing this package starts no thread, event loop or client, and only
-`StreamingDataset` and `Mixture` import torch.
+`StreamingDataset`, `Mixture` and `to_device` import torch.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from streamloader.options import Window as Window
     from streamloader.pytorch.dataset import Mixture as Mixture
     from streamloader.pytorch.dataset import StreamingDataset as StreamingDataset
+    from streamloader.pytorch.device import to_device as to_device
     from streamloader.stats import Stats as Stats
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ _PUBLIC = {
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
     "pytorch.dataset": "Mixture StreamingDataset",
+    "pytorch.device": "to_device",
     "stats": "Stats",
 }
 __all__ = ["__version__", "errors", *" ".join(_PUBLIC.values()).split()]  # noqa: PLE0604 - strings

@@ -79,6 +79,9 @@ class Stats:
     many were read, those that several blocks need for each of them unless they are kept in memory. `missing_chunks` of
     them do not exist, and their elements have the fill value.
 
+    `device_wait_seconds`: with `device=`, the device had nothing to do until a batch was there. It is measured on the
+    device, of the batches that it has reached.
+
     `bad_samples` were masked or replaced (`on_error=`). Padded fields have `elements` in all (`collate="pad"`), of
     which `padding_elements` are padding.
 
@@ -121,6 +124,7 @@ class Stats:
     decode_wait_seconds: float = 0.0
     transform_wait_seconds: float = 0.0
     full_seconds: float = 0.0
+    device_wait_seconds: float = 0.0
     cpu_seconds: float = 0.0
     workers_reason: str = ""
     client: str = ""
@@ -203,7 +207,8 @@ class Stats:
         if not limit:
             return "no batch yet"
         reason = getattr(self, f"_{limit}")()
-        return f"{limit}-bound: training waited {self.wait_fraction:.0%} of the time; {reason}"
+        device = self.device_wait_seconds and f" and the device {quotient(self.device_wait_seconds, self.seconds):.1%}"
+        return f"{limit}-bound: training waited {self.wait_fraction:.0%}{device or ''} of the time; {reason}"
 
     def __str__(self) -> str:
         return (

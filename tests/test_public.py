@@ -11,14 +11,14 @@ NAMES = {
     *("open", "Dataset", "Writer", "Field", "Layout", "convert", "StreamingDataset", "Shuffle", "Decode"),
     *("Stats", "errors", "__version__", "Mixture", "Source", "RetryPolicy", "verify", "append", "export"),
     *("Window", "Patch", "Channels", "NumpyDataset", "log", "diff", "add_columns", "Pad", "delete", "Pack"),
-    *("Clips", "Join"),
+    *("Clips", "Join", "to_device"),
 }
 
 
 def test_public_names_are_pinned():
     assert set(sl.__all__) == NAMES
     assert set(sl.__all__) <= set(dir(sl))
-    assert len(NAMES) <= 30
+    assert len(NAMES) <= 31
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
@@ -61,6 +61,7 @@ def test_streaming_dataset_takes_what_was_promised():
             "max_tokens": None,
             "clips": None,
         },
+        **{"device": None, "ahead": 2, "cast": None, "graph_buffers": False},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]

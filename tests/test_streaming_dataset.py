@@ -303,12 +303,7 @@ def test_ranks_share_every_global_batch(url, size, shuffle, recwarn):
     ("name", "ours"),
     [
         *(("drop_last", "remainder='drop'"), ("transform_workers", "num_workers="), ("collate_fn", "transform=")),
-        *(
-            ("sampler", "where="),
-            ("pin_memory", "pin_memory=True"),
-            ("device", "to(device"),
-            ("prefetch_factor", "memory="),
-        ),
+        *(("sampler", "where="), ("pin_memory", "device="), ("prefetch_factor", "memory=")),
     ],
 )
 def test_an_argument_of_other_loaders_is_a_type_error_that_names_ours(url, kind, name, ours):

@@ -181,7 +181,7 @@ class Buffers:
     `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
     returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
     kept. When leases would exceed `most` bytes, `give_up` is called, which ends some, and returns True as long as it
-    can. Unused arrays are freed when all arrays together would exceed them.
+    can. Unused arrays are freed when all arrays together would exceed them. `prepare` is called with new memory.
     """
 
     def __init__(
@@ -194,6 +194,7 @@ class Buffers:
         give_up: Callable[[], bool] = bool,
     ) -> None:
         self._arena = arena
+        self.prepare: Callable[[Bytes], object] = len
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
@@ -266,6 +267,7 @@ class Buffers:
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         """Return new memory, counted until it is deleted."""
         array = self._arena.allocate(size)
+        self.prepare(array)
         with self._lock:
             self._allocated += array.nbytes
         self._when_deleted(array, partial(self._freed.append, array.nbytes))

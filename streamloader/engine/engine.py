@@ -182,7 +182,9 @@ class Engine:
             "tolerant": self._config.tolerant,
             "rows": row_items(self.datasets) if self._config.rows else None,
         }
-        return Memory(readers, self._slot_rows(share), budget, self.counters, self.executor.arena, **options)
+        memory = Memory(readers, self._slot_rows(share), budget, self.counters, self.executor.arena, **options)
+        memory.buffers.prepare = self._config.page_lock
+        return memory
 
     def plan_memory(self, share: EpochShare, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -296,7 +298,10 @@ class Engine:
             blocks=sum(-(-dataset.num_samples // share.block) for dataset in self.datasets),
             index_bytes=index + index_bytes(self.datasets),
         )
-        return replace(whole, reused=any(dataset.weights_digest is None for dataset in self.datasets))
+        # batches that are being copied to a device, beside that of the consumer, and the one which its loop would hold
+        copied = max(0, self._config.ahead - 2) * whole.batch_bytes
+        reused = any(dataset.weights_digest is None for dataset in self.datasets)
+        return replace(whole, resident_bytes=whole.resident_bytes + copied, reused=reused)
 
 
 def _samples_before(share: EpochShare, begin: int, at_epoch: Callable[[int], EpochShare], plan: BatchPlan) -> int:
@@ -410,6 +415,12 @@ class Pipeline:
         self._core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
         return batch
 
+    def is_ready(self) -> bool:
+        """Return whether `next` returns a batch, or raises its error, without waiting."""
+        if self._next is None:
+            return self._core.is_ready()
+        return self._next.finished.is_set()
+
     def check_process(self) -> None:
         """Raise `ForkError` in a forked child."""
         if not self._owner.here:
@@ -460,6 +471,7 @@ class Assembler:
         self._planned_ends = 0  # None values in `_planned`
         self._waiting: deque[BlockRef] = deque()  # blocks of the planned batches, to be admitted
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
+        self._seen: list[Batch | StreamloaderError | None] = []  # what `is_ready` took of `_ready`
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
         self._permits = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
         self._taken = 0  # permits of the last batch returned; asking for the next one releases them
@@ -564,7 +576,7 @@ class Assembler:
         if self._taken:
             self._permits.release(self._taken)
             self._taken = 0
-        batch = take(self._ready, self.check_waiting)
+        batch = self._seen.pop() if self._seen else take(self._ready, self.check_waiting)
         self.check_open()
         if isinstance(batch, StreamloaderError):
             try:
@@ -573,6 +585,13 @@ class Assembler:
                 del batch  # see `Pipeline._finish`
         self._taken = batch.permits if batch else 1
         return batch
+
+    def is_ready(self) -> bool:
+        """Return whether `next_ready` has what it returns or raises, and a batch is finished."""
+        with suppress(queue.Empty):
+            if not self._seen:
+                self._seen.append(self._ready.get_nowait())
+        return any(not isinstance(batch, Batch) or batch.finished.is_set() for batch in self._seen)
 
     def check_open(self) -> None:
         """Raise `EngineError` once closed: no more batches are finished."""
@@ -610,7 +629,7 @@ class Assembler:
         self.stages.close()
         with suppress(queue.Empty):
             while True:
-                _drop(self._ready.get_nowait())
+                _drop(self._seen.pop() if self._seen else self._ready.get_nowait())
         self._ready.put(None)
 
     def join(self, seconds: float) -> bool:

@@ -65,10 +65,6 @@ class Callback(NamedTuple):
         return result_of(value) if isinstance(value, Future) else value
 
 
-class _Aborted(BaseException):
-    """Ends a function in a worker after a callback of it has failed; the callback's error is raised by the caller."""
-
-
 _LOCAL = threading.local()  # what the messages of a thread refer to: see `refer_to`, and `serve` for workers
 
 
@@ -262,13 +258,13 @@ def _callback(number: int) -> Callback:
 
 
 def _ask(number: int, *args: Any) -> Any:
-    """Call a callback of the parent. Raises `_Aborted` if it failed there."""
+    """Call a callback of the parent. Raises `SystemExit` if it failed: the caller has the error."""
     connection: Connection = _LOCAL.connection
     refer_to(_LOCAL.of_caller)  # the function may have used an executor of its own
     connection.send_bytes(dump(("callback", number, args))[0])
     ok, answer = pickle.loads(connection.recv_bytes())
     if not ok:
-        raise _Aborted
+        raise SystemExit("a callback failed")
     return answer
 
 

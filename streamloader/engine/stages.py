@@ -210,7 +210,8 @@ class LoaderConfig:
     form batches, by field. `collate`: the function that makes batches of samples. `workers` processes do the work,
     threads if 0. `spawns`: they may import the script of this process for its functions; otherwise such a function runs
     in a thread. `on_error`: what takes the place of bad samples, see `faults.py`. `stall_seconds`: a wait for a batch
-    that is logged. `tensors`: the module that handles tensors which a transform returns, see `transform.py`.
+    that is logged. `tensors`: the module that handles tensors which a transform returns, see `transform.py`. `ahead`:
+    batches that are copied to a device at once. `page_lock`: called with new memory of batches.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -226,6 +227,8 @@ class LoaderConfig:
     ranks_here: int = 1
     rank: int = 0
     tensors: str = ""
+    ahead: int = 0
+    page_lock: Callable[[NDArray[np.uint8]], object] = len
 
     @property
     def pads(self) -> dict[str, Pad]:

@@ -134,6 +134,10 @@ class Arguments(Option):
     bucket_steps: int = 100
     max_tokens: int | None = None
     clips: ClipsChoice = None
+    device: Any = None
+    ahead: int = 2
+    cast: Any = None
+    graph_buffers: bool = False
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -150,6 +154,7 @@ class Arguments(Option):
             raise UsageError(f"num_workers={workers!r}", "give a number of processes, 0 for threads, or 'auto'")
         self._validate_errors()
         self._validate_buckets()
+        self._validate_device()
         if callable(self.collate) and size is None:
             raise UsageError("collate= with batch_size=None", "give DataLoader(dataset, batch_size=, collate_fn=)")
         if steps is None:
@@ -177,6 +182,16 @@ class Arguments(Option):
                 f"bucket_by={self.bucket_by!r:.60} with {'shuffle=False' if self.batch_size else 'batch_size=None'}"
             )
             raise UsageError(problem, "give a batch_size, and shuffle: it changes which samples a batch has")
+
+    def _validate_device(self) -> None:
+        whole("ahead", self.ahead)
+        if not isinstance(self.graph_buffers, bool):
+            raise UsageError(f"graph_buffers={self.graph_buffers!r:.60}", "give True or False")
+        if self.device is None and self.graph_buffers:
+            raise UsageError("graph_buffers=True without device=", "give device='cuda'")
+        if self.device is not None and self.batch_size is None:
+            remedy = "give a batch_size, or copy the batches of a DataLoader: sl.to_device(DataLoader(...), device)"
+            raise UsageError(f"device={self.device!r:.60} with batch_size=None", remedy)
 
     def _validate_errors(self) -> None:
         most, seconds = self.max_bad, self.stall_seconds
@@ -512,6 +527,27 @@ def choose_decoders(
         options[name] = Decode(given.backend, "L", given.size, orientation=given.orientation)
     _check_targets(fields, options)
     return {name: ImageDecoder.choose(given, name, mask=name in masks) for name, given in options.items()}
+
+
+def normalize_later(
+    decoders: Mapping[str, ImageDecoder], rules: Mapping[str, Collate]
+) -> tuple[dict[str, ImageDecoder], dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]]:
+    """Return decoders that do not normalise what becomes one array, and by column (scale, shift) of x * scale + shift.
+
+    These broadcast to batches of the layout that `Decode` has. Images that are padded are left to their decoders.
+    """
+    chosen, affine = dict(decoders), dict[str, Any]()
+    for name, decoder in decoders.items():
+        normalization = getattr(decoder.options, "normalization", None)
+        if normalization is None or name in rules:
+            continue
+        mean, std = np.asarray(normalization, np.float64)
+        shape = (-1, 1, 1) if decoder.options.channels_first else (-1,)
+        pair = ((1 / (255 * std)).reshape(shape).astype(np.float32), (-mean / std).reshape(shape).astype(np.float32))
+        sizes = tuple((samples, replace(each, values=None)) for samples, each in decoder.by_samples)
+        chosen[name] = replace(decoder, values=None, by_samples=sizes)
+        affine |= dict.fromkeys(decoder.columns, pair)
+    return chosen, affine
 
 
 def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -> None:

@@ -83,6 +83,11 @@ def raising(error: BaseException) -> Iterator[Any]:
     yield
 
 
+def _send(send: Callable[[Columns, Sequence[int]], Any], make: Any, masked: Sequence[int]) -> Any:
+    """Begin to copy a batch, in which some rows are `masked`, to the device; return what `receive` takes."""
+    return send(make(), masked)
+
+
 Step = tuple[BatchPlan, Mapping[int, Fault]]  # a step that was delivered, with its bad samples by row
 
 
@@ -98,8 +103,10 @@ class Pass(Iterator[Columns]):
         self._format, self._left = loader._format, left
         self._reported = time.perf_counter()
         # with the samples that are still to be reported, and the step whose bad samples are still to be counted
-        self._waiting: deque[tuple[Columns | partial[Columns], int, Step | None]] = deque()
+        # (columns, what makes them, what the device gets, or the error of a batch that was to be sent there early)
+        self._waiting: deque[tuple[Any, int, Step | None]] = deque()
         self._loader, self._delivered = loader if advances else None, loader._delivered
+        self._transfers = loader._open_transfers()  # to a device, if batches are copied to one
         self._begin(loader, begin)
 
     def _begin(self, loader: Loader, begin: Cursor) -> Pipeline:
@@ -148,7 +155,9 @@ class Pass(Iterator[Columns]):
         pipeline = self._pipeline
         if pipeline is None:
             raise PassEndedError
-        asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
+        asked, waiting, transfers = time.perf_counter(), self._waiting, self._transfers  # another thread may call `end`
+        if transfers is not None:
+            transfers.begin_wait()
         if waiting:
             pipeline.check_process()  # as `next` does
         else:
@@ -156,13 +165,14 @@ class Pass(Iterator[Columns]):
             if made is None:
                 pipeline, made = self._begin_following()
             waiting.extend(self._converted(made))
-        batch, unreported, step = waiting[0]
-        if isinstance(batch, partial):
-            batch = self._made(batch)
+        batch, unreported, step = self._first()
+        if transfers is not None:
+            self._send_ahead(pipeline, transfers.ahead)
         if unreported or step is not None:
             waiting[0] = batch, 0, None
             self._report(unreported, asked)
             self._count_bad(step)
+        delivered: Columns = batch if transfers is None else transfers.receive(batch)
         self._delivered[:] = (self._cursor,)
         cursor = tuple.__new__(Cursor, (*self._cursor[:-1], self._cursor.steps + 1))  # a quarter of `_replace`'s time
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
@@ -170,7 +180,39 @@ class Pass(Iterator[Columns]):
             next(pipeline, None)
         self._advance(cursor, completed=pipeline.completed)
         waiting.popleft()
-        return batch
+        return delivered
+
+    def _first(self) -> tuple[Any, int, Step | None]:
+        """Return the first batch that waits, made; on its way to the device if there is one. Raises its error."""
+        batch, unreported, step = self._waiting[0]
+        if isinstance(batch, StreamloaderError):
+            self._waiting.clear()
+            raise batch
+        if isinstance(batch, partial):
+            batch = self._made(batch)
+            self._waiting[0] = batch, unreported, step
+        return batch, unreported, step
+
+    def _send_ahead(self, pipeline: Pipeline, ahead: int) -> None:
+        """Begin to copy the batches after the first one to the device, as far as they are finished.
+
+        This waits for none of them, and what fails now is an error of its batch, not of the first one.
+        """
+        waiting = self._waiting
+        for number in range(1, ahead):
+            if number == len(waiting):
+                if self._cursor.steps + number >= self._last_step or not pipeline.is_ready():
+                    return
+                try:
+                    waiting.extend(self._converted(next(pipeline)))
+                except StreamloaderError as error:
+                    waiting.append((error, 0, None))
+            batch, unreported, step = waiting[number]
+            if isinstance(batch, partial):
+                try:
+                    waiting[number] = batch(), unreported, step
+                except Exception:  # noqa: BLE001 - it is made again, and raised, once it is the first
+                    return
 
     def _advance(self, cursor: Cursor, *, completed: bool) -> None:
         self._cursor = cursor
@@ -215,6 +257,11 @@ class Pass(Iterator[Columns]):
             else:
                 steps = list(split_steps(batch))
                 made = [(partial(self._format.batch, columns, plan), len(plan.samples)) for plan, columns in steps]
+                if self._transfers is not None:
+                    size, masked = batch.plan.step_rows, sorted(batch.masked)
+                    zeros = ([row % size for row in masked if row // size == number] for number in range(len(steps)))
+                    send = partial(_send, self._transfers.send)
+                    made = [(partial(send, make, rows), of) for (make, of), rows in zip(made, zeros, strict=True)]
                 plans = (plan for plan, _ in steps)
             return [(*each, step) for each, step in zip(made, self._counted(batch, plans), strict=False)]
         except BaseException:
@@ -291,6 +338,14 @@ class Loader:
     _new_epochs: Callable[[], Epochs] = Epochs
     _worker_info: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)  # (number, count) in workers
 
+    def _page_lock(self) -> Callable[[NDArray[np.uint8]], object]:
+        """Return what is called with new memory of batches, which a device is to copy from."""
+        return len
+
+    def _open_transfers(self) -> Any:
+        """Return what copies the batches of passes to a device, None without one: see `pytorch/device.py`."""
+        return None
+
     def _check_caller(self) -> None:
         """Raise `UsageError` for a loader that would batch batches, or split the samples of a rank."""
 
@@ -331,6 +386,7 @@ class Loader:
         )
         self._format = self._choose_format(given, mixed=bool(mixture))
         self._cached_engine: Engine | None = None
+        self._transfers: Any = None  # of this process, once a pass began
         self._first = self._start = start  # of a new run; of the next pass
         self._delivered: list[Cursor] = []  # where the batch that was returned last begins, if there is one
         self._at = self._iteration = Cursor(start)  # the position of training; that at which the iteration began
@@ -348,6 +404,11 @@ class Loader:
         rules = arguments.choose_rules(self.fields, given, decoders)
         if "nested" in rules.values() and not self._tensors:
             raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
+        if (given.device is not None or given.cast is not None) and not self._tensors:
+            raise UsageError("device= or cast= without torch", "use StreamingDataset or Mixture, or sl.to_device")
+        self._affine: dict[str, Any] = {}  # how values are computed on the device, by column
+        if given.device is not None and given.transform is None and not callable(given.collate):
+            decoders, self._affine = arguments.normalize_later(decoders, rules)
         for dataset in self._datasets:
             arguments.check_budget(given, dataset, rules)
         return LoaderConfig(
@@ -361,6 +422,7 @@ class Loader:
             memory=memory,
             on_error=given.on_error,
             stall_seconds=given.stall_seconds,
+            ahead=0 if given.device is None else given.ahead,
         )
 
     def _choose_packs(self, fields: Mapping[str, Field]) -> dict[str, Pack]:
@@ -720,11 +782,14 @@ class Loader:
         self._bad.close()
         if self._cached_engine is not None and self._cached_engine.owner.here:
             self._cached_engine.close()
+        if self._transfers is not None:
+            self._transfers.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers. Resolves the rank, since a spawned worker cannot ask torch.distributed."""
         self._check_caller()  # a spawned worker does not see which loader splits its batches
-        return self.__dict__ | {"_pass": None, "_paused": None, "_cached_engine": None, "_world": self._rank}
+        here = dict.fromkeys(("_pass", "_paused", "_cached_engine", "_transfers"))
+        return self.__dict__ | here | {"_world": self._rank}
 
     def _log_bad(self, plan: BatchPlan, cursor: Cursor, faults: Mapping[int, Fault]) -> None:
         """Log the bad samples of a step by row. Raises `BadSamplesError` if there are too many."""
@@ -768,6 +833,7 @@ class Loader:
         if engine is not None and engine.owner.here:
             engine.close()
         config = replace(config, ranks_here=ranks_here, rank=self._rank.rank, tensors=self._tensors, workers=workers)
+        config = replace(config, page_lock=self._page_lock())
         self._cached_engine = engine = Engine(list(map(replace, self._datasets)), config, counters)
         counters.note(cores=workers or cores, workers=workers)
         counters.workers_reason = reason

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self
 
 from torch.utils.data import IterableDataset
 
+from streamloader.errors import UsageError
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
-from streamloader.pytorch import distributed, tensors
+from streamloader.pytorch import device, distributed, tensors
 
 # Arguments of `DataLoader` and other loaders, and what a dataset has for them.
 ELSEWHERE = {
@@ -18,8 +20,7 @@ ELSEWHERE = {
     "collate_fn": "collate= for the samples of a batch, transform= for each; or batch_size=None and collate_fn=",
     "sampler": "where= to choose samples, weights= to draw them by weight, Mixture to weigh datasets, "
     "shuffle=Shuffle(...) for the order",
-    "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
-    "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
+    "pin_memory": "device=, which page-locks the loader's own memory and copies from it",
 }
 
 
@@ -69,6 +70,31 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
     def _check_caller(self) -> None:
         distributed.check_loader(self._options.batch_size, self._rank.size)
 
+    def _choose_config(self, given: Any, memory: int | None) -> Any:
+        self._cast = device.choose_cast(given.cast)
+        return super()._choose_config(given, memory)
+
+    def _choose_format(self, given: Any, *, mixed: bool) -> Any:
+        chosen = super()._choose_format(given, mixed=mixed)
+        on_host = self._cast is not None and given.device is None
+        return chosen._replace(convert=partial(device.to_cast_tensors, self._cast)) if on_host else chosen
+
+    def _page_lock(self) -> Any:
+        return len if self._options.device is None else device.page_lock_of(self._options.device)
+
+    def _open_transfers(self) -> Any:
+        given = self._options
+        if given.device is None:
+            return None
+        if self._in_worker:
+            problem = f"device={given.device!r:.60} in a worker of a DataLoader"
+            raise UsageError(problem, "give num_workers= to the dataset, or sl.to_device(DataLoader(...), device)")
+        if self._transfers is None:
+            options: dict[str, Any] = {"affine": self._affine, "cast": self._cast, "graph": given.graph_buffers}
+            self._transfers = device.Transfers(given.device, given.ahead, **options)
+        self._transfers.counters = self._engine().counters
+        return self._transfers
+
 
 class StreamingDataset(NumpyDataset, TorchLoader):
     """Yields batches of a streamloader dataset, in an order that depends only on the seed and the epoch.
@@ -114,6 +140,11 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `replaced`. `max_bad`: how many samples may be bad, a number or a share. `error_log`: a file, or the URL of a
     folder, that gets a line of JSON for each. `stall_seconds`: a longer wait for a batch is logged, with its cause.
     `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
+    `device`: batches are returned on this device, "cuda" or "cuda:1", where they are copied before they are asked for,
+    from page-locked memory, on a stream of the loader's. Images travel as uint8, and are normalised there. The current
+    stream of the thread that iterates can use a batch at once. `ahead`: while training has a batch, at most so many
+    are on the device beside it. `cast`: the dtype of columns of floating-point values, such as "bfloat16", or a dict of
+    these by column. `graph_buffers`: batches are copied to the same tensors each time, for CUDA graphs.
     `storage_options`: passed to fsspec.
 
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
