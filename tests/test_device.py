@@ -362,10 +362,13 @@ def test_memory_is_page_locked_once_and_unlocked_before_its_pages_are_free(monke
     assert driver.calls == 1, "reused"
     del buffers
     assert not driver.locked
-    again = arena.allocate(1 << 20)
-    page_lock(torch.device("cuda", 0), again)
-    assert driver.locked
+    again = Buffers(arena, Counters())
+    again.prepare = lambda memory: page_lock(torch.device("cuda", 0), memory)
+    batch = again.lease((1 << 20,), "uint8")
     del again
+    gc.collect()
+    assert driver.locked, "the batch is still there"
+    del batch
     assert not driver.locked
 
 

@@ -49,7 +49,7 @@ ALLOWED = {
     "zarr": BASE | {"storage", "format", "order"},
     "engine": BASE | {"storage", "format", "order", "zarr", "images"},
     "loader": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
-    "pytorch": BASE | {"order", "engine", "loader"},
+    "pytorch": BASE | {"storage", "order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
     "maintenance": BASE | {"storage", "format", "zarr", "conversion", "images"},
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},

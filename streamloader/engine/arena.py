@@ -68,6 +68,7 @@ class Arena(MappedMemory):
         self._starts, self._sizes = [0], {0: self.size}  # of free ranges
         # by the id of the weak reference to an array: that, the one that frees its pages, and their start and size
         self._allocated: dict[int, tuple[Any, Any, int, int]] = {}
+        self.references: dict[int, object] = {}  # to allocated arrays, by their address
         self._deleted: deque[weakref.ref[Bytes]] = deque()  # appended to without the lock
         if shared and hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)  # a forked child would see batches change that it inherits
@@ -181,7 +182,8 @@ class Buffers:
     `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
     returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
     kept. When leases would exceed `most` bytes, `give_up` is called, which ends some, and returns True as long as it
-    can. Unused arrays are freed when all arrays together would exceed them. `prepare` is called with new memory.
+    can. Unused arrays are freed when all arrays together would exceed them. `prepare` is called with new memory,
+    and what it returns lives as long as that: a weak reference whose callback is called before its pages are free.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class Buffers:
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         """Return new memory, counted until it is deleted."""
         array = self._arena.allocate(size)
-        self.prepare(array)
+        self._arena.references[address(array)] = self.prepare(array)
         with self._lock:
             self._allocated += array.nbytes
         self._when_deleted(array, partial(self._freed.append, array.nbytes))

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from streamloader.errors import UsageError
 from streamloader.pytorch.tensors import nested_type, to_tensors
 from streamloader.stats import Counters
+from streamloader.storage.process import finalize
 
 # Less memory is copied to page-locked memory of torch's, which takes less time than to lock it.
 LOCKED_BYTES = 64 << 10
@@ -102,13 +103,14 @@ def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
-def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> None:
+def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> Any:
     """Let the driver of a CUDA device copy from this memory directly, until the array is deleted.
 
-    If it refuses, as a limit of locked memory makes it do, batches are copied to page-locked memory first.
+    Return a weak reference to the array, whose callback unlocks it, and which must live as long. If the driver refuses,
+    as a limit of locked memory makes it do, batches are copied to page-locked memory first.
     """
     if memory.nbytes < LOCKED_BYTES:
-        return
+        return None
     if threading.current_thread() is not threading.main_thread():
         torch.cuda.set_device(device)  # a thread of the loader, which would begin to use the first device
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -116,14 +118,11 @@ def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> None:
     with torch.cuda.device(device):
         refused = int(runtime.cudaHostRegister(start, memory.nbytes, PORTABLE))
     if refused:
-        return
+        return None
     # Unlocked before its pages return to the system: the callback that was added last is called first. It runs no
     # Python code, since what a signal handler raises there would be lost.
     kind: Any = type("_Locked", (weakref.ref,), {"unlock": staticmethod(runtime.cudaHostUnregister)})
-    _LOCKED[start] = kind(memory, methodcaller("unlock", start))
-
-
-_LOCKED: dict[int, Any] = {}  # weak references to page-locked memory, by its address
+    return kind(memory, methodcaller("unlock", start))
 
 
 def mapped(function: Callable[[torch.Tensor, Any], Any], value: Any, name: Any = None) -> Any:
@@ -235,11 +234,12 @@ class Transfers:
         self._lent: deque[tuple[Any, Any]] = deque()  # memory that another stream than its own reads, likewise
         self._waits: deque[tuple[Any, Any]] = deque()  # timers before and after a wait for a batch
         self._asked: Any = None
-        weakref.finalize(self, _end, self._held, self._lent)
+        finalize(self, _end, self._device, self._held, self._lent)
 
     def close(self) -> None:
         """Wait until nothing is being copied, and let go of the memory."""
-        _end(self._held, self._lent)
+        for held in (self._held, self._lent):
+            _release(held, 1)
         self._fixed = []
 
     def send(self, batch: Any, masked: Sequence[int] = ()) -> Any:
@@ -394,8 +394,10 @@ def _release(held: deque[tuple[Any, Any]], most: int = 1 << 30) -> None:
         held.popleft()
 
 
-def _end(*held: deque[tuple[Any, Any]]) -> None:
-    """Wait until nothing uses memory that is held, and let go of it."""
+def _end(device: torch.device, *held: deque[tuple[Any, Any]]) -> None:
+    """Wait until nothing uses memory that is held, and let go of it, in a thread of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     for each in held:
         _release(each, 1)
 
