@@ -76,6 +76,8 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --editable '.[integrations]'
 	@# LitData requires torchvision, which it imports for media only
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps litdata tifffile zstd
+	@# TensorFlow requires an earlier h5py, which only its models need
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps tensorflow-cpu astunparse flatbuffers gast google-pasta termcolor
 	@# beside torch for the CPU it cannot be imported, which those who find it would try: see tests/torchvision_of_any_build.py
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps --target $(INTEGRATIONS)/torchvision torchvision
 	@touch $@

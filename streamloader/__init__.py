@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from streamloader.format.writer import Writer as Writer
     from streamloader.loader.arguments import Source as Source
     from streamloader.loader.dataset import NumpyDataset as NumpyDataset
+    from streamloader.loader.jax import jax_batches as jax_batches
+    from streamloader.loader.tensorflow import tf_dataset as tf_dataset
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.columns import add_columns as add_columns
     from streamloader.maintenance.delete import delete as delete
@@ -65,6 +67,8 @@ _PUBLIC = {
     "options": "Channels Clips Decode Join Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
+    "loader.jax": "jax_batches",
+    "loader.tensorflow": "tf_dataset",
     "pytorch.dataset": "Mixture StreamingDataset",
     "pytorch.device": "to_device",
     "stats": "Stats",

@@ -71,6 +71,7 @@ ONLY_IN = {
     "h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
     "pyarrow": {"conversion", "maintenance", "storage"},  # pages of references are Parquet
     "av": {"format"},
+    "jax tensorflow": {"loader"},
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 

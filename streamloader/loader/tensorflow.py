@@ -1,0 +1,46 @@
+"""`sl.tf_dataset`: a `tf.data.Dataset` of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from streamloader.errors import UsageError
+from streamloader.loader.base import Loader
+from streamloader.loader.columns import batch_columns
+from streamloader.storage.optional import need
+
+
+def tf_dataset(dataset: Loader, *, element_spec: Mapping[str, Any] | None = None) -> Any:
+    """Return a `tf.data.Dataset` of the batches of a `NumpyDataset` or a `StreamingDataset`.
+
+    Its `element_spec` is known before data is read: a `tf.TensorSpec` for each column, with the batch size and None for
+    the axes that vary. Bytes and text are `tf.string` of shape (batch_size,). Columns that only the data tell, such as
+    those of a `transform`, need an `element_spec` by name; it may also leave out columns. Tensors share the memory of
+    the loader where TensorFlow can, which requires that it is aligned to 64 bytes.
+
+    Each iteration is a pass, so the next one has the next epoch. The dataset's `state_dict()` counts the batches that
+    TensorFlow has taken: those after `.prefetch()` too. Raises `UsageError` for a column that needs `element_spec`.
+    """
+    tf = need("tensorflow", "tensorflow-cpu")
+    spec = element_spec or {name: _spec(tf, name, column) for name, column in batch_columns(dataset).items()}
+
+    def batches() -> Any:
+        return ({name: _array(batch[name]) for name in spec} for batch in dataset)
+
+    return tf.data.Dataset.from_generator(batches, output_signature=dict(spec))
+
+
+def _spec(tf: Any, name: str, column: Any) -> Any:
+    if column is None:
+        problem = f"the dtype and shape of {name!r} are not known before data is read"
+        raise UsageError(problem, "give element_spec=, or collate= for values of different sizes")
+    dtype, shape = column
+    return tf.TensorSpec(shape, tf.string if dtype in ("bytes", "text") else dtype, name)
+
+
+def _array(value: Any) -> Any:
+    """Return a column as what TensorFlow converts: lists as arrays of objects, since others cut zeros off bytes."""
+    return np.array(value, object) if isinstance(value, list) else np.asarray(value)
