@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores clean test-integrations test-long
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-full   the same with all worker counts, more rounds, and blocks read by hand: hours"
 	@echo "make bench-convert  converting beside the writers of other loaders: half an hour"
 	@echo "make bench-cores  how the loader scales with the cores of this machine: ten minutes"
+	@echo "make bench-device training on a GPU fed by the loader, beside batches that stay on it: six minutes at most"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -104,6 +105,9 @@ bench-convert: $(STAMP)
 
 bench-cores: $(STAMP)
 	$(BIN)/python -m bench.cores
+
+bench-device: $(STAMP)
+	$(BIN)/python -m bench.device
 
 clean:
 	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

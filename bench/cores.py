@@ -121,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--out", metavar="NAME", default="cores", help="results/NAME.jsonl and NAME.md")
     found.add_argument("--data", default=str(DATA))
     found.add_argument("--results", default=str(RESULTS))
+    found.set_defaults(counts=COUNTS)
     return found
 
 
@@ -172,12 +173,12 @@ def peer_runs(options: argparse.Namespace, cores: int) -> Iterator[Run]:
 
 def make(options: argparse.Namespace, workload: str) -> Path:
     """Make the raw data unless it is there; return its folder."""
-    return prepare(workload, COUNTS[workload] // options.part, Path(options.data))
+    return prepare(workload, options.counts[workload] // options.part, Path(options.data))
 
 
 def dataset(options: argparse.Namespace, name: str, workload: str) -> str:
     """Return the folder of a contestant's dataset, within the bucket."""
-    return f"{name}/{workload}-{COUNTS[workload] // options.part}"
+    return f"{name}/{workload}-{options.counts[workload] // options.part}"
 
 
 def store(options: argparse.Namespace, name: str, workload: str, timeout: float = WRITE_TIMEOUT) -> str:

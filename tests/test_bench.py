@@ -19,7 +19,7 @@ import common  # noqa: E402
 import crops  # noqa: E402
 import measuring  # noqa: E402
 
-from bench import contestants, cores, cores_page, exactness, report  # noqa: E402
+from bench import contestants, cores, cores_page, device_page, device_trace, exactness, report  # noqa: E402
 from bench.__main__ import parser, settings_of  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
 from bench.conversion import __main__ as conversion  # noqa: E402
@@ -399,3 +399,118 @@ def test_orders_are_compared_step_by_step_and_say_what_is_lost_and_repeated():
         ([[1, 2], [3, 3], [4]], "differs: 0 lost, 1 repeated of 4"),
     ):
         assert exactness.compared(whole, found) == text
+
+
+# --- training on a device
+
+
+def event(name, category, begin, duration, tid=7, **args):
+    """An event of a trace of torch.profiler, in microseconds."""
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": duration, "tid": tid, "pid": 0, "args": args}
+
+
+def a_trace(*more):
+    """Ten steps of 100 us: a kernel from 10 to 90 on stream 7, and a copy of 1000 bytes from 50 to 70 on stream 13."""
+    found = list(more)
+    for begin in range(0, 1000, 100):
+        found += [
+            event("next", "user_annotation", begin, 5, tid=1),
+            event("step", "user_annotation", begin + 5, 90, tid=1),
+            event("step", "gpu_user_annotation", begin + 10, 80),
+            event("gemm", "kernel", begin + 10, 80),
+            event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", begin + 50, 20, tid=13, bytes=1000),
+        ]
+    return found
+
+
+def test_a_trace_tells_what_overlaps_and_what_waits_for_the_stream_of_the_kernels():
+    found = device_trace.summary(a_trace())
+    assert found["steps"] == 6 and found["kernels"] == 6 and found["copied_bytes"] == 6000
+    assert (found["overlap"], found["idle"]) == (1.0, pytest.approx(100 / 580, abs=1e-4))
+    assert found["blocking"] == {} and found["elsewhere"] == {}
+    waits = [
+        event("cudaStreamSynchronize", "cuda_runtime", 50, 9, tid=1, correlation=1),  # before the steps that count
+        event("cudaStreamSynchronize", "cuda_runtime", 550, 9, tid=1, correlation=2),
+        event("Stream Sync", "cuda_sync", 550, 9, correlation=2, stream=7),
+        event("cudaStreamSynchronize", "cuda_runtime", 650, 9, tid=2, correlation=3),
+        event("Stream Sync", "cuda_sync", 650, 9, tid=13, correlation=3, stream=13),
+        event("cudaDeviceSynchronize", "cuda_runtime", 750, 9, tid=1, correlation=4),
+        event("cudaEventSynchronize", "cuda_runtime", 760, 9, tid=1, correlation=5),
+        event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 780, 20, bytes=1000),  # beside its own stream alone
+    ]
+    found = device_trace.summary(a_trace(*waits))
+    assert found["blocking"] == {"cudaStreamSynchronize": 1, "cudaDeviceSynchronize": 1}
+    assert found["elsewhere"] == {"cudaStreamSynchronize": 1} and found["copied_bytes"] == 7000
+    assert found["overlap"] == pytest.approx(120 / 140, abs=1e-4)
+    rows = device_trace.timeline(a_trace(*waits))
+    assert set(rows) == {"next()", "stream 7, kernels", "stream 13, copies", "stream 7, copies"}
+    assert rows["stream 7, kernels"] == [(0, 0.08), (0.1, 0.18), (0.2, 0.28)]
+    with pytest.raises(ValueError, match="the trace has 0 steps; 5 are needed"):
+        device_trace.summary([])
+
+
+def trained(model, feed, rate, **more):
+    """A line of the bench of devices: 10 steps a second, 1000 images/s with the data on the device."""
+    bound = {"steps": 10, "seconds": 1.0, "next_seconds": 0.0, "cpu_seconds": 0.9, "other_threads_seconds": 0.5}
+    bound |= {"next_cpu_seconds": 0.0, "peak_bytes": 1000, "outside_bytes": 50}
+    fed = {**bound, "next_seconds": 0.02, "cpu_seconds": 0.95, "next_cpu_seconds": 0.01, "peak_bytes": 1150}
+    trace = {"steps": 6, "kernels": 9, "streams": 2, "idle": 0.01, "blocking": {}, "elsewhere": {}, "copies": 6}
+    trace |= {"copied_bytes": 6e6, "overlap": 0.9, "file": "x.json.gz"}
+    line = {"run": "2", "time": "2026-12-01", "kind": "train", "model": model, "feed": feed, "unit": "images"}
+    line |= {"rate": rate, "bound_rate": 1000.0, "batch_bytes": 100, "ahead": 2, "bound": bound, "fed": fed}
+    line |= {"stats": {"device_wait_seconds": 0.04}, "trace": trace, **describe()}
+    return {**line, "server": "nginx", "device": {"name": "NVIDIA X"}, "small": False, **more}
+
+
+def test_targets_are_met_missed_or_not_measured():
+    def verdicts(lines):
+        return [one.verdict for one in device_page.targets(lines)]
+
+    good = [trained(model, feed, 980) for model in ("resnet50", "resnet18") for feed in ("raw", "jpeg", "nvjpeg")]
+    assert verdicts(good) == ["met"] * 8
+    assert verdicts([{**one, "device": {"name": "cpu"}} for one in good]) == ["not measured"] * 8
+    assert verdicts([{**one, "small": True} for one in good]) == ["not measured"] * 8
+    waits = {**good[0]["trace"], "blocking": {"cudaStreamSynchronize": 2}}
+    fed = {**good[0]["fed"], "peak_bytes": 1301, "other_threads_seconds": 0.6}  # 0.01 s of a core and 4.01 batches
+    bad = trained("resnet50", "raw", 960, trace=waits, fed=fed)
+    assert verdicts([bad]) == ["missed", *["not measured"] * 4, "missed", "missed", "missed"]
+    values = {one.figure: one.value for one in device_page.targets([bad])}
+    assert list(values.values())[-3:] == pytest.approx([0.11, 2, 4.01])
+    beside = {**good[0]["fed"], "outside_bytes": 250}  # what nvJPEG allocates counts
+    assert device_page.memory_batches(trained("resnet50", "nvjpeg", 980, fed=beside)) == pytest.approx(4.5)
+
+
+def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path):
+    lines = [json.loads(text) for text in (ROOT / "bench/results/device.jsonl").read_text().splitlines()]
+    lines = [one for one in lines if one["time"].startswith("2026-11-26")]
+    failed = {"kind": "train", "model": "resnet18", "feed": "nvjpeg", "failed": "RuntimeError: no"}
+    lines += [trained("resnet50", "raw", 980), {**trained("", "", 0), "kind": "nvjpeg", "failed": "no | decoder"}]
+    lines = [{**one, "run": "3" if one["time"] == "2026-12-01" else one["run"]} for one in lines]
+    (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [*lines, {**lines[-1], **failed}]))
+    page = device_page.write("x", tmp_path).read_text()
+    assert page.index("## 2026-12-01") < page.index("## 2026-11-26")
+    assert "| ResNet-50 raw, share of the bound | >= 0.97 | 0.98 | met |" in page
+    assert "| **raw** | 980 | 0.980 | 2.0% | 4.0% | 1.0% | 5.00 | 5.0% | 2.50 |" in page
+    assert "| resnet50 raw | 6 | 2 | 1.0 | 90.0% | none | none |" in page
+    assert "- resnet18 nvjpeg not measured: RuntimeError: no" in page
+    assert "| raw .to(device) | 3,710 | 0.79 |" in page and "16.5 GB/s from ordinary memory, 54.1 GB/s" in page
+    assert (tmp_path / "x.png").stat().st_size > 5000 and "![x.png](x.png)" in page
+
+
+def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "photos").symlink_to(photos)
+    command = ["-m", "bench.device", "--device", "cpu", "--quick", "--seconds", "0.01", "--results", str(tmp_path)]
+    runs = ["resnet50 raw .to(device)", "transformer tokens .to(device)", "copies", "resnet50 nvjpeg"]
+    done = run_python(*command, "--data", str(tmp_path / "data"), "--only", *runs, cwd=ROOT)
+    lines = [json.loads(text) for text in (tmp_path / "device.jsonl").read_text().splitlines()]
+    found = {f"{one['model']} {one['feed']}".strip() or one["kind"]: one for one in lines}
+    assert set(found) == set(runs) and not any("failed" in one for one in lines), done.stderr
+    for name in runs[:2]:
+        one = found[name]
+        assert one["rate"] > 0 and one["bound_rate"] > 0 and one["device"] == {"name": "cpu"} and one["small"]
+        assert one["fed"]["steps"] >= 5 and one["fed"]["next_seconds"] > 0 and one["fed"]["cpu_seconds"] > 0
+    assert found[runs[0]]["stats"]["batches"] >= 5
+    assert found["resnet50 nvjpeg"]["unsupported"] == "nvJPEG needs CUDA"
+    page = (tmp_path / "device.md").read_text()
+    assert "### resnet50 (a small model instead)" in page and "| >= 0.97 |  | not measured |" in page
