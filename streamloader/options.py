@@ -489,7 +489,9 @@ class Pad(Option):
 # how the values of a field form a batch: padded, as a list, or as a nested tensor
 Collate = Literal["pad", "list", "nested"] | Pad
 # the mean and the standard deviation of each array or channel; a path or URL of these; True: they are in the dataset
-Normalize = Mapping[str, "tuple[float, float]"] | str | os.PathLike[str] | bool | None
+Normalize = (
+    Mapping[str, "tuple[float, float] | Normalization | Literal['imagenet']"] | str | os.PathLike[str] | bool | None
+)
 Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"
 
 

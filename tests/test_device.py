@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import streamloader as sl
+from streamloader import options as sl_options
 from streamloader.engine.arena import Arena, Buffers
 from streamloader.errors import DecodeError, UsageError
 from streamloader.options import View
@@ -151,6 +152,57 @@ def test_values_are_cast_alike_with_and_without_a_device(url, cast):
                 floats = plain[name].is_floating_point() or isinstance(wanted, dict)
                 assert column.dtype == (dtype if dtype is not None and floats else plain[name].dtype)
                 same(plain[name], column, tolerance if name == "image" else 0.51)
+
+
+MEAN, STD = (120.0, 110.5, 90.0), (58.0, 57.5, 60.0)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("raw")
+    pixels = np.random.default_rng(2).integers(0, 256, (N, 10, 12, 3), dtype=np.uint8)
+    with sl.Writer(str(folder), {"image": "uint8[10,12,3]", "label": "int64"}, layout=LAYOUT, num_samples=N) as out:
+        out.write_batch({"image": pixels, "label": np.arange(N)})
+    return str(folder), pixels
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stored_pixels_are_normalised_by_channel_as_they_are_in_numpy(raw, device, workers):
+    url, pixels = raw
+    for values in ((MEAN, STD), "imagenet"):
+        dataset = sl.StreamingDataset(
+            url, batch_size=16, normalize={"image": values}, device=device, num_workers=workers, with_index=True
+        )
+        mean, std = np.array(sl_options.IMAGENET) * 255 if values == "imagenet" else np.array(values)
+        for batch in dataset:
+            expected = (pixels[batch["index"]] - mean) / std
+            assert batch["image"].dtype == torch.float32
+            np.testing.assert_allclose(batch["image"], expected, atol=FLOAT32, rtol=0)
+            same(batch["label"], batch["index"])
+    assert list(DataLoader(sl.StreamingDataset(url, batch_size=16, normalize={"image": "imagenet"}), batch_size=None))
+
+
+def test_values_by_channel_must_fit_their_field(raw):
+    url, _ = raw
+    for given, message in (
+        ({"image": ((1.0, 2.0), (1.0, 1.0))}, "has 2 channels of 'image', which is"),
+        ({"image": ((1.0, 2.0, 3.0), (1.0, 0.0, 1.0))}, "std above 0"),
+        ({"image": ((1.0,), (1.0, 2.0, 3.0))}, "std above 0"),
+        ({"nothing": "imagenet"}, "not fetched"),
+        ({"label": "imagenet"}, "which is int64"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            sl.StreamingDataset(url, batch_size=16, normalize=given)
+    with pytest.raises(UsageError, match="by channel with batch_size=None"):
+        sl.StreamingDataset(url, batch_size=None, normalize={"image": "imagenet"})
+    with pytest.raises(UsageError, match="by channel with transform="):
+        sl.StreamingDataset(url, batch_size=16, normalize={"image": "imagenet"}, transform=dict)
+    with pytest.raises(UsageError, match="without torch"):
+        sl.NumpyDataset(url, batch_size=16, normalize={"image": "imagenet"})
+    sources = [sl.Source(url, normalize={"image": "imagenet"}), sl.Source(url)]
+    with pytest.raises(UsageError, match="differs between the sources"):
+        sl.Mixture(dict.fromkeys(sources, 0.5), batch_size=16)
 
 
 @pytest.mark.parametrize("on_error", ["mask", "replace"])

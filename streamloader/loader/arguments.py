@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
@@ -26,6 +26,7 @@ from streamloader.format.opening import open_root
 from streamloader.format.tables import ADD_LENGTHS, LengthTable
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
+    IMAGENET,
     ON_BAD_SAMPLE,
     REMAINDERS,
     Clips,
@@ -527,6 +528,52 @@ def choose_decoders(
         options[name] = Decode(given.backend, "L", given.size, orientation=given.orientation)
     _check_targets(fields, options)
     return {name: ImageDecoder.choose(given, name, mask=name in masks) for name, given in options.items()}
+
+
+def normalized_by_channel(sources: Sequence[Source]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return (mean, std) of the fields for which `normalize=` has a number for each channel, by name.
+
+    Batches are normalised by them, not samples. Raises `UsageError` for invalid values, and if sources differ.
+    """
+    each = [source.normalize if isinstance(source.normalize, Mapping) else {} for source in sources]
+    found: list[dict[str, Any]] = [{name: of for name, of in given.items() if _has_channels(of)} for given in each]
+    if any(of != found[0] for of in found):
+        raise UsageError("normalize= by channel differs between the sources", "give all the same values")
+    chosen = {}
+    for name, given in found[0].items():
+        pair = np.asarray(IMAGENET, np.float64) * 255 if given == "imagenet" else None
+        with suppress(ValueError, TypeError):
+            pair = np.asarray(given, np.float64) if pair is None else pair
+        if pair is None or pair.ndim != 2 or len(pair) != 2 or not np.isfinite(pair).all() or (pair[1] <= 0).any():
+            remedy = "give (mean, std), each a number for each channel, with std above 0; or 'imagenet'"
+            raise UsageError(f"normalize= has {given!r:.60} for {name!r}", remedy)
+        chosen[name] = (pair[0], pair[1])
+    return chosen
+
+
+def _has_channels(value: object) -> bool:
+    return value == "imagenet" or (
+        isinstance(value, Sequence | np.ndarray) and any(isinstance(each, Sequence | np.ndarray) for each in value)
+    )
+
+
+def without_channels(source: Source, names: Container[str]) -> Source:
+    """Return a source whose `normalize=` has only what is computed for each sample."""
+    if not isinstance(source.normalize, Mapping):
+        return source
+    return replace(source, normalize={name: of for name, of in source.normalize.items() if name not in names} or None)
+
+
+def check_channels(given: Arguments, fields: Mapping[str, Field], chosen: Mapping[str, Sequence[Any]]) -> None:
+    """Raise `UsageError` unless fields can be normalised by channel, when they are in batches."""
+    if chosen and (given.batch_size is None or given.transform is not None or callable(given.collate)):
+        option = "batch_size=None" if given.batch_size is None else "transform= or a function collate="
+        raise UsageError(f"normalize= by channel with {option}", "normalise there, or after the batches are made")
+    for name, (mean, _) in chosen.items():
+        field = fields.get(name)
+        if field is None or field.kind != "tensor" or field.shape[-1:] != (len(mean),):
+            problem = f"normalize= has {len(mean)} channels of {name!r}, which is {field or 'not fetched'}"
+            raise UsageError(problem, "name a field of fixed shape whose last axis is that of the channels")
 
 
 def normalize_later(

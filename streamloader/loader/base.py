@@ -365,6 +365,7 @@ class Loader:
             arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False, seed=seed
         )
         self._sources = tuple(sources)
+        self._channels = arguments.normalized_by_channel(sources)
         # None: all of the version that is open
         self._fields = given.fields if given.fields is None else arguments.choose_names(given.fields)
         self._datasets = self._open(self._sources, self._fields)
@@ -404,11 +405,18 @@ class Loader:
         rules = arguments.choose_rules(self.fields, given, decoders)
         if "nested" in rules.values() and not self._tensors:
             raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
-        if (given.device is not None or given.cast is not None) and not self._tensors:
-            raise UsageError("device= or cast= without torch", "use StreamingDataset or Mixture, or sl.to_device")
-        self._affine: dict[str, Any] = {}  # how values are computed on the device, by column
+        arguments.check_channels(given, self.fields, self._channels)
+        if (given.device is not None or given.cast is not None or self._channels) and not self._tensors:
+            problem = "device=, cast= or normalize= by channel without torch"
+            raise UsageError(problem, "use StreamingDataset or Mixture, or sl.to_device")
+        # how values of batches are computed, on the device if there is one, by column: x * scale + shift
+        self._affine: dict[str, Any] = {
+            name: ((1 / std).astype(np.float32), (-mean / std).astype(np.float32))
+            for name, (mean, std) in self._channels.items()
+        }
         if given.device is not None and given.transform is None and not callable(given.collate):
-            decoders, self._affine = arguments.normalize_later(decoders, rules)
+            decoders, affine = arguments.normalize_later(decoders, rules)
+            self._affine |= affine
         for dataset in self._datasets:
             arguments.check_budget(given, dataset, rules)
         return LoaderConfig(
@@ -422,7 +430,7 @@ class Loader:
             memory=memory,
             on_error=given.on_error,
             stall_seconds=given.stall_seconds,
-            ahead=0 if given.device is None else given.ahead,
+            ahead=given.ahead if given.device is not None or self._affine else 0,
         )
 
     def _choose_packs(self, fields: Mapping[str, Field]) -> dict[str, Pack]:
@@ -448,7 +456,7 @@ class Loader:
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         clips, chosen = self._options.clips, fields is not None
-        opened = (self._open_dataset(source, fields) for source in sources)
+        opened = (self._open_dataset(arguments.without_channels(each, self._channels), fields) for each in sources)
         datasets = tuple(arguments.choose_clips(clips, dataset, chosen=chosen) for dataset in opened)
         choice = self._options.bucket_by
         packs = self._choose_packs(datasets[0].fields)

@@ -76,7 +76,7 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     def _choose_format(self, given: Any, *, mixed: bool) -> Any:
         chosen = super()._choose_format(given, mixed=mixed)
-        on_host = self._cast is not None and given.device is None
+        on_host = self._cast is not None and given.device is None and not self._affine
         return chosen._replace(convert=partial(device.to_cast_tensors, self._cast)) if on_host else chosen
 
     def _page_lock(self) -> Any:
@@ -84,14 +84,14 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     def _open_transfers(self) -> Any:
         given = self._options
-        if given.device is None:
-            return None
-        if self._in_worker:
+        if given.device is not None and self._in_worker:
             problem = f"device={given.device!r:.60} in a worker of a DataLoader"
             raise UsageError(problem, "give num_workers= to the dataset, or sl.to_device(DataLoader(...), device)")
+        if given.device is None and not self._affine:
+            return None
         if self._transfers is None:
             options: dict[str, Any] = {"affine": self._affine, "cast": self._cast, "graph": given.graph_buffers}
-            self._transfers = device.Transfers(given.device, given.ahead, **options)
+            self._transfers = device.Transfers(given.device or "cpu", given.ahead, **options)
         self._transfers.counters = self._engine().counters
         return self._transfers
 
@@ -154,7 +154,9 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     a missing chunk is an error; None: only if a field has none; False: its elements have the fill value. `zarr_format`:
     2 or 3, if it is not to be found out. `normalize`: (mean, std) by name of an array or a channel,
     for (x - mean) / std as floats; or the path or URL of the file that `streamloader stats` writes; True reads what it
-    saved in the dataset. Then `where` selects elements of the sample axis, also by times, `slice("2001-01", None)`.
+    saved in the dataset. With a number for each channel, the last axis, or "imagenet" for uint8, batches are
+    normalised, on the device if there is one, and have the stored dtype until then. Then `where` selects elements of
+    the sample axis, also by times, `slice("2001-01", None)`.
     All of these read the fields of fixed shape of a streamloader dataset too, without `sample_axis`.
 
     A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
