@@ -337,6 +337,22 @@ def test_what_a_transform_returns_counts_in_memory_as_it_is_padded(path):
         assert [batch["wave"].shape[1] for batch in dataset] == [1, 1, 1_500_000, 1, 1, 1]
 
 
+def flat_image(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"wave": sample["image"].reshape(-1)}
+
+
+def test_images_count_in_memory_beside_the_padded_columns_that_a_transform_makes_of_them(path):
+    """Both are in memory while a batch is made: of 20 MB here, of which the plan has four."""
+    options: dict[str, Any] = {"batch_size": 16, "transform": flat_image, "collate": {"wave": "pad"}, "num_workers": 0}
+    options |= {"fields": ["image"], "shuffle": False, "decode": sl.Decode(size=(640, 640))}
+    with closing(sl.NumpyDataset(path, memory="80MB", **options)) as dataset:
+        message = r"memory=\d+ bytes .* batches of 98304000, but memory=80000000"
+        with pytest.raises(errors.MemoryBudgetError, match=message):
+            list(dataset)
+    with closing(sl.NumpyDataset(path, memory="130MB", **options)) as dataset:
+        assert [batch["wave"].shape for batch in dataset] == [(16, 640 * 640 * 3)] * len(dataset)
+
+
 def test_a_sample_beyond_the_last_edge_is_an_error_that_names_it(path):
     with pytest.raises(
         errors.DecodeError, match=r"'tokens' of sample \d+ has length \d+, and to=\(8, 16\) ends before"

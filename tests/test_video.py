@@ -278,6 +278,12 @@ def test_a_video_that_is_stored_turned_is_decoded_upright(turn):
     assert np.array_equal(frames_of(index, video, [1, 4]), [upright[1], upright[4]])
 
 
+@pytest.mark.parametrize("turn", [0, 90, 180, 270])
+def test_a_video_that_is_shown_mirrored_is_an_error(turn):
+    with pytest.raises(FieldError, match=r"'film' of sample 7 is shown mirrored; encode it again: ffmpeg -i IN OUT"):
+        index_video("film", videos.encode(frames=2, turn=turn, mirrored=True), 7)
+
+
 @pytest.mark.parametrize(
     ("video", "problem"),
     [

@@ -53,6 +53,7 @@ def encode(
     size: tuple[int, int] = (48, 64),
     seed: int = 0,
     turn: int = 0,
+    mirrored: bool = False,
     forward: int = 0,
 ) -> bytes:
     """A video of 30 frames a second, of (height, width) `size`: a bar that moves over noise.
@@ -71,8 +72,8 @@ def encode(
             **FAST.get(codec, {}),
             **{k: v for k, v in options.items() if k != "movflags"},
         }
-        if turn:
-            stream.set_display_rotation(turn)
+        if turn or mirrored:
+            stream.set_display_rotation(turn, hflip=mirrored)
         for number in range(frames):
             pixels = rng.integers(0, 60, (*size, 3), np.uint8)
             begin = 3 * number % size[1]

@@ -707,6 +707,8 @@ class Assembler:
         batches, blocks = size + self._last_bytes, self._fetcher.ledger.needed
         if self._measures_images:
             batches = size + (self._last_bytes or size)  # a first batch has successors of about its size
+        batches = max(batches, self.stages.padded_bytes())
+        if self._measures_images:
             blocks = self._fetcher.leave(self._budget.unplanned(batches) + scratch)
         self._budget.check(blocks, batches, scratch)
         self._last_bytes = size

@@ -329,12 +329,12 @@ class Stages:
         # a transform that workers cannot load, and the columns of transformed samples
         self._here = Threads("transform", 1, on_error)
         self._empty_sample: Sample | None = None  # for a batch without good samples
-        self._padded = deque[int](maxlen=LIVE_BATCHES)  # bytes of the padded columns of the last transformed batches
+        # bytes of the padded columns of the last transformed batches, and of what the last ones are made of
+        self._padded, self._inputs = deque[int](maxlen=LIVE_BATCHES), deque[int](maxlen=2)
         self.needed: Callable[[], int] = int  # the bytes of the blocks in use
         in_workers = not alone or self._shared_collate is not None
         self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
         wait_at_exit()  # for OpenCV and native code of a transform
-        # the finalizer must not hold a reference to this object
         finalize(self, _close, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
@@ -358,7 +358,19 @@ class Stages:
                 size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
             largest = max((decoder.scratch_bytes(item, header) for _, item, header in headers), default=0)
             scratch = max(scratch, self._threads * largest)
+        sized = sum(decoder.fixed_bytes or 0 for decoder in self._config.decoders.values() if decoder.is_sized)
+        self._inputs.append(size + sized * len(plan.rows))
         return size, scratch
+
+    def padded_bytes(self) -> int:
+        """Return the most bytes of padded columns of transformed batches with the columns that they are made of; or 0.
+
+        A batch has both while its columns are made; then the next one may have been decoded already.
+        """
+        padded, inputs = [*self._padded], [*self._inputs]
+        if not any(padded):
+            return 0
+        return max(sum(padded) + max(inputs, default=0), sum(padded[1 - LIVE_BATCHES :]) + sum(inputs))
 
     def _headers(
         self, decoder: ImageDecoder, items: Sequence[memoryview], plan: BatchPlan
@@ -719,8 +731,9 @@ class Stages:
         budget, bodies = self._blocks.budget, self._blocks.bodies
         self._padded[-1] += math.prod(shape) * np.dtype(dtype).itemsize
         if budget.exact:
-            budget.check(self.needed(), sum(self._padded))
-            bodies.limit(min(bodies.most, budget.body_bytes - budget.unplanned(sum(self._padded))))
+            batches = self.padded_bytes()
+            budget.check(self.needed(), batches)
+            bodies.limit(min(bodies.most, budget.body_bytes - budget.unplanned(batches)))
         return self._buffers.lease(shape, dtype)
 
     def _with_placeholders(

@@ -77,7 +77,8 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
     """Return the index of a video, the number of its frames, and its duration in seconds.
 
     Its first frames are decoded, and of others only the container is read. Raises `FieldError`, which names the field
-    and the sample, for data that are no video, and for a container that does not have the bytes of frames in one piece.
+    and the sample, for data that are no video, for a video that is shown mirrored, and for a container that does not
+    have the bytes of frames in one piece.
     """
     av = need("av")
     where = f"field {name!r} of sample {sample}"
@@ -91,7 +92,7 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
             if stream is None or stream.codec_context is None:
                 raise FieldError(f"{where} has no video stream of a known codec", "leave it out")
             packets = [packet for packet in container.demux(stream) if packet.size]
-            header, begin = _describe(stream, packets, data)
+            header, begin = _describe(stream, packets, data, where)
             columns = _columns(header, packets, data, where, remedy)
             skipped = (columns["pts"] < begin[-1]) & ~np.isin(columns["pts"], begin)
             columns["flags"][skipped] |= HIDDEN
@@ -110,7 +111,7 @@ def index_video(name: str, data: bytes, sample: object) -> tuple[bytes, int, flo
     return index, count, seconds
 
 
-def _describe(stream: Any, packets: Sequence[Any], data: bytes) -> tuple[dict[str, Any], list[int]]:
+def _describe(stream: Any, packets: Sequence[Any], data: bytes, where: str) -> tuple[dict[str, Any], list[int]]:
     """Return what decoding needs beside the bytes of frames, as JSON values, and the times that the video begins with.
 
     These are of frames that a decoder shows, up to the first one that is not before the first packet. It skips leading
@@ -128,6 +129,8 @@ def _describe(stream: Any, packets: Sequence[Any], data: bytes) -> tuple[dict[st
     with need("av").open(io.BytesIO(data)) as container:
         for frame in _decode_all(container):
             rotation = int(frame.rotation)
+            if _is_mirrored(frame):
+                raise FieldError(f"{where} is shown mirrored", "encode it again: ffmpeg -i IN OUT.mp4")
             if None in (frame.pts, packets[0].pts):
                 raise ValueError("a frame has no time")
             times.append(frame.pts)
@@ -136,6 +139,15 @@ def _describe(stream: Any, packets: Sequence[Any], data: bytes) -> tuple[dict[st
     if not times or rotation % 90:
         raise ValueError(f"it is turned by {rotation} degrees" if times else "no frame is shown")
     return {**header, "rotation": rotation % 360}, times
+
+
+def _is_mirrored(frame: Any) -> bool:
+    """Return whether a frame is flipped to be shown, which `rotation` does not tell."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False
+    a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].tolist()
+    return bool(a * d < b * c)  # a negative determinant
 
 
 def _columns(
