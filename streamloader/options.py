@@ -288,6 +288,10 @@ class Decode(_Cropped):
     fields): False for what is cut away. `with_crop`: a batch has the column `image_crop` (by the name of the field):
     top, left, height and width of each crop in pixels of the whole image, and 1 if the result is flipped.
 
+    `device`: decodes JPEG there, "cuda" or "cuda:1" by nvJPEG (torchvision's), and crops, resizes and normalises all
+    images of a batch together: the batch has a tensor on the device. "cpu" does the same steps on the CPU, for tests.
+    It needs `size`. Pixels differ slightly from those of the CPU's decoder, which decodes what nvJPEG cannot.
+
     `views`: several crops of each image, which is decoded once. A batch has the column `image_name` (by the names of
     the field and of the view) in place of `image`, of shape (batch, count, height, width, channels), or with "CHW"
     (batch, count, channels, height, width), for each view: `{"local": View((96, 96), "random", count=8)}`.
@@ -308,6 +312,7 @@ class Decode(_Cropped):
     masks: str | None = None
     with_crop: bool = False
     views: Mapping[str, View] | None = None
+    device: str | None = None
 
     def _validate(self) -> None:
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
@@ -328,7 +333,17 @@ class Decode(_Cropped):
         is_normalization = self.normalize is None or _is_normalization(self.normalization, self.channels)
         remedy = f"give (mean, std), each of {self.channels} numbers, std not 0; or 'imagenet' for mode='RGB'"
         _check(self, "normalize", is_normalization, remedy)
+        self._validate_device()
         self._validate_views()
+
+    def _validate_device(self) -> None:
+        if self.device is None:
+            return
+        kind, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
+        known = kind in ("cpu", "cuda") and (not number or number.isdecimal()) and not self.device.endswith(":")
+        _check(self, "device", known, "choose 'cuda', 'cuda:1' or another number, or 'cpu'")
+        _check(self, "device", self.views is None, "leave it or views= out: each image has one crop on a device")
+        _check(self, "device", self.size is not None, "give size=(height, width): images of a batch become one tensor")
 
     def _validate_views(self) -> None:
         views = self.views

@@ -82,6 +82,8 @@ class Stats:
     `device_wait_seconds`: with `device=`, the device had nothing to do until a batch was there. It is measured on the
     device, of the batches that it has reached.
 
+    With `Decode(device=)`, `decoded_on_cpu` counts the images that the CPU decoded, since the device cannot.
+
     `bad_samples` were masked or replaced (`on_error=`). Padded fields have `elements` in all (`collate="pad"`), of
     which `padding_elements` are padding.
 
@@ -112,6 +114,7 @@ class Stats:
     chunks_read: int = 0
     missing_chunks: int = 0
     bad_samples: int = 0
+    decoded_on_cpu: int = 0
     elements: int = 0
     padding_elements: int = 0
     buffers_allocated: int = 0

@@ -5,6 +5,7 @@ What touches the bytes of samples is a function at the end of this module, which
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -53,7 +54,7 @@ from streamloader.engine.transform import (
     share_transform,
     transform_samples,
 )
-from streamloader.errors import DecodeError, EngineError, StreamloaderError, wrapped
+from streamloader.errors import DecodeError, EngineError, StreamloaderError, message, wrapped
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import MIB, Collate, OnBadSample, Pack, Pad
 from streamloader.order.schedule import BatchPlan, Ints
@@ -178,7 +179,7 @@ def decode_images(
             except DecodeError as error:
                 if not tolerant:
                     raise
-                bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP
+                bad[row], crop[:] = (decoder.name, detached(error)), NO_CROP[: len(crop)]
     return time.thread_time() - begin, bad
 
 
@@ -198,8 +199,11 @@ def _decode_padded(
         part[...] = pixels
 
 
-# of an image that does not decode: its first pixel
-NO_CROP = (0, 0, 1, 1, 0, 1, 1)
+# of an image that does not decode: its first pixel, which no device decodes
+NO_CROP = (0, 0, 1, 1, 0, 1, 1, 0, 0)
+# The images that a device may decode: where each is in the arena, the pixels of those that were decoded by the CPU, and
+# the crops, which tell the two apart; see `ImageDecoder.decode`.
+OnDevice = tuple[Ints, NDArray[np.uint8], Ints]
 
 
 @dataclass(frozen=True)
@@ -316,18 +320,17 @@ class Stages:
             for name, decoder in decoders.items()
         }
         self.samples_before: Callable[[BatchPlan], int] = lambda _: 0
-        self._shared_transform: Transform | None = None
-        if config.transform is not None and executor.workers:
-            self._shared_transform = share_transform(executor, config.transform, spawns=config.spawns)
-        self._shared_collate: Transform | None = None
-        if config.collate is not None and executor.workers:
-            self._shared_collate = share_transform(executor, config.collate, spawns=config.spawns)
+        self._shared_transform, self._shared_collate = (
+            share_transform(executor, each, spawns=config.spawns) if each is not None and executor.workers else None
+            for each in (config.transform, config.collate)
+        )
         alone = self._shared_transform is None
         self._counters.note(transformers=1 if alone else executor.workers)
         self._copying = executor.jobs("gather", executor.workers, on_error, begin_here=True)
         self._decoding = executor.jobs("decode", self._threads, on_error)
-        # a transform that workers cannot load, and the columns of transformed samples
-        self._here = Threads("transform", 1, on_error)
+        # a transform that workers cannot load, and the columns of transformed samples; or images, on a device
+        self._here = Threads("transform", 1, on_error, executor.arena)
+        self._on_device = _device_decoders(config)
         self._empty_sample: Sample | None = None  # for a batch without good samples
         # bytes of the padded columns of the last transformed batches, and of what the last ones are made of
         self._padded, self._inputs = deque[int](maxlen=LIVE_BATCHES), deque[int](maxlen=2)
@@ -535,12 +538,22 @@ class Stages:
         most = self._threads if self._executor.workers else 4 * self._threads
         least = min(decoder.part for decoder in self._config.decoders.values())
         parts = _divide(len(slot_rows), max(1, min(most, len(slot_rows) // least)))
-        names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
-        crops = {name: self._buffers.lease((len(slot_rows), 7), "int64") for name in names}
-        ended = _countdown(batch, len(parts) * len(crops), partial(self._finish_decode, batch, crops))
-        for fields, crop in [(self._images(batch, name, slot_rows), crop) for name, crop in crops.items()]:
+        decoders = {name: decoder for name, decoder in self._config.decoders.items() if not decoder.mask}
+        crops = {
+            name: self._buffers.lease((len(slot_rows), 7 if decoder.options.device is None else 9), "int64")
+            for name, decoder in decoders.items()
+        }
+        images = {name: self._images(batch, name, slot_rows) for name in crops}
+        left = {
+            name: (*images[name][name][1:3], crop)
+            for name, crop in crops.items()
+            if decoders[name].options.device is not None
+        }
+        then = partial(self._start_device, batch, crops, left) if left else partial(self._finish_decode, batch, crops)
+        ended = _countdown(batch, len(parts) * len(crops), then)
+        for name, crop in crops.items():
             for part in parts:
-                self._decode_part(batch, fields, crop, part, ended)
+                self._decode_part(batch, images[name], crop, part, ended)
 
     def _images(self, batch: Batch, name: str, slot_rows: Ints) -> dict[str, Encoded]:
         """Put the columns of an image field and of its masks into the batch; return how to decode them."""
@@ -606,6 +619,45 @@ class Stages:
         ]
         rows, key = (plan.samples[at], plan.positions[at], crops[at]), (self._seed, plan.epoch)
         self._decoding.submit(Job(decode_images, (images, rows, key, self._config.tolerant), done))
+
+    def _start_device(self, batch: Batch, crops: Mapping[str, Ints], left: Mapping[str, OnDevice]) -> None:
+        """Begin to decode on a device what the decode jobs have left to it, in one job for the whole batch."""
+        ended = _countdown(batch, 1, partial(self._finish_decode, batch, crops))
+        self._here.submit(Job(self._decode_on_device, (batch, left), ended))
+
+    @finished_before_exit()
+    def _decode_on_device(self, batch: Batch, left: Mapping[str, OnDevice]) -> None:
+        """Put tensors on the device into the batch.
+
+        If that fails for one of the images, the CPU decodes all of a batch, and tells which are bad.
+        """
+        begin, memory = time.thread_time(), all_bytes()
+        for name, images in left.items():
+            decoder = self._decoder(name, batch.plan)[0]
+            decode, _ = self._on_device[str(decoder.options.device)]
+            try:
+                batch.columns[name] = decode(memory, images)
+            except RuntimeError as error:
+                self._decode_here(batch, decoder, images, error)
+                batch.columns[name] = decode(memory, images)
+            on_cpu = np.flatnonzero(images[2][:, 8] == 0)
+            self._counters.add(decoded_on_cpu=len(on_cpu) - len(batch.blank.intersection(on_cpu.tolist())))
+        self._counters.add(decode_seconds=time.thread_time() - begin)
+
+    def _decode_here(self, batch: Batch, decoder: ImageDecoder, left: OnDevice, error: RuntimeError) -> None:
+        """Decode by the CPU what a device has not decoded, since it raised `error`."""
+        (spans, pixels, crops), plan = left, batch.plan
+        rows = np.flatnonzero(crops[:, 8])
+        own = [(decoder.on_cpu, spans[rows], [pixels[row] for row in rows], None, Pad())]
+        of_rows = crops[rows]
+        labels = (plan.samples[rows], plan.positions[rows], of_rows), (self._seed, plan.epoch)
+        _, bad = decode_images(own, *labels, self._config.tolerant)
+        crops[rows] = of_rows
+        for row, (name, problem) in bad.items():
+            batch.leave_out(int(rows[row]), name, problem)
+        if not bad:
+            text = "%s does not decode a batch of %d images, which the CPU does: %s"
+            logging.getLogger("streamloader").warning(text, decoder.options.device, len(rows), message(error))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
@@ -801,6 +853,8 @@ class Stages:
             masks, bad = self._config.on_error == "mask", np.zeros(len(batch.plan.rows), np.bool_)
             bad[list(batch.faults if masks else batch.faults.keys() - batch.masked)] = True
             batch.columns["error" if masks else "replaced"] = bad
+        for _, wait in self._on_device.values():
+            wait()
         batch.finished.set()
 
 
@@ -832,6 +886,12 @@ def _countdown(batch: Batch, count: int, then: Callable[[], object]) -> Ended:
         del error  # its traceback may hold this frame
 
     return end
+
+
+def _device_decoders(config: LoaderConfig) -> dict[str, tuple[Callable[..., Any], Callable[[], object]]]:
+    """Return what decodes images on each device, and what waits for that."""
+    devices = {decoder.options.device for decoder in config.decoders.values()}
+    return {device: resolve_name(f"{config.tensors}:device_decoder")(device) for device in devices if device}
 
 
 def _rows_of(outs: Any, at: slice) -> Any:

@@ -197,6 +197,33 @@ def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
 
 
+# The sampling factors of Y, Cb and Cr that nvJPEG knows: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and 4:1:1.
+_SAMPLINGS = frozenset(bytes([luma, 0x11, 0x11]) for luma in (0x11, 0x21, 0x22, 0x12, 0x41))
+_BASELINE, _PROGRESSIVE, _APP14 = 0xC0, 0xC2, 0xEE
+
+
+def is_for_device(data: memoryview) -> bool:
+    """Return whether nvJPEG decodes a file as the CPU does: a complete JPEG of 8 bits, gray or YCbCr.
+
+    It is baseline with one scan, or progressive. What is damaged inside is not found here.
+    """
+    components, progressive = 0, False
+    if data[:3] != _JPEG_MAGIC or data[-2:] != _EOI:
+        return False
+    for marker, at in _segments(data):
+        if marker == _APP14 and bytes(data[at + 4 : at + 9]) == b"Adobe" and not any(data[at + 15 : at + 16]):
+            return False  # RGB
+        if marker in (_BASELINE, _PROGRESSIVE):
+            components, progressive = data[at + 9], marker == _PROGRESSIVE
+            table = bytes(data[at + 10 : at + 10 + 3 * components])
+            ycbcr = table[1::3] in _SAMPLINGS and table[::3] != b"RGB"
+            if data[at + 4] != 8 or not (components == 1 or ycbcr):
+                return False
+        elif marker == _SOS:
+            return components > 0 and (progressive or data[at + 4] == components)
+    return False
+
+
 # "mixed" is for an image folder with several of the others
 ENCODINGS = frozenset(["jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"])
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -289,6 +316,8 @@ class ImageDecoder:
     single one without views. `values`: the `normalized_values`, None without normalisation. `mask`: the pixels are
     numbers of classes, as stored. `by_samples`: if the size changes, the decoder from so many samples of the run on;
     this one has the largest size.
+
+    With `Decode(device=)`, `decode` leaves what the device decodes to it.
     """
 
     options: Decode
@@ -330,6 +359,11 @@ class ImageDecoder:
     def beside(self, _items: Sequence[memoryview]) -> dict[str, NDArray[Any]]:
         """Return columns that are made of the encoded images of a batch: none."""
         return {}
+
+    @property
+    def on_cpu(self) -> ImageDecoder:
+        """The decoder that leaves nothing to a device."""
+        return replace(self, options=replace(self.options, device=None))
 
     @property
     def dtype(self) -> str:
@@ -400,19 +434,25 @@ class ImageDecoder:
 
         `numbers`: the `draws` of this sample, for a random crop; by default those of position `sample` with seed 0 and
         epoch 0. `crop`: gets the top, left, height and width of the crop, 1 if the result is flipped, and the size of
-        the image that it is of; a mask is cropped as it says. Raises `DecodeError`, which names the sample.
+        the image that it is of; a mask is cropped as it says. With `Decode(device=)` it has two numbers more: if the
+        device is to decode the image, by how much that is scaled down first, and its EXIF orientation, else zeros.
+        Raises `DecodeError`, which names the sample.
         """
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
         try:
             header = self._measure(data)
             shape = (*(self.options.size or header.size), self.options.channels)
-            fits = not self.mask or crop is None or header.size == tuple(crop[5:])
+            fits = not self.mask or crop is None or header.size == tuple(crop[5:7])
             if fits and (out is None or shape == out.shape):
-                out = np.empty(shape, self.dtype) if out is None else out
-                ((box, flip),) = self._decode(data, header, [out], numbers, crop if self.mask else None)
-                if crop is not None:
-                    crop[:] = (*box, flip, *header.size)
+                out, left = np.empty(shape, self.dtype) if out is None else out, (0, 0)
+                if self.options.device is not None and crop is not None and is_for_device(data):
+                    ((box, flip),), k = self._views(header, [out], numbers)
+                    left = k, header.turn
+                else:
+                    ((box, flip),) = self._decode(data, header, [out], numbers, crop if self.mask else None)
+                if crop is not None and not self.mask:
+                    crop[:] = (*box, flip, *header.size, *left)[: len(crop)]
                 return out
         except Exception as error:
             raise self._error(sample, data, error) from error
@@ -463,12 +503,7 @@ class ImageDecoder:
         `crop`: what the only view is, instead of a crop of its own.
         """
         stored, upright = (header.height, header.width), header.turn == 1
-        views = self._crops(header.size, numbers) if crop is None else [(Box(*crop[:4].tolist()), bool(crop[4]))]
-        k = min(reduction(box, out.shape[:2]) for (box, _), out in zip(views, outs, strict=True))
-        if not upright:  # the last reduced pixel may be cut by the edge, and would be the first after a flip
-            k = math.gcd(k, *stored)
-        if crop is None:
-            views = [(snapped(box, k, *header.size), flip) for box, flip in views]
+        views, k = self._views(header, outs, numbers, crop)
         source: Pixels | None = None
         if self.fixed_bytes is not None or not upright:
             bottom = max(box.top + box.height for box, _ in views) if upright else header.height
@@ -485,6 +520,18 @@ class ImageDecoder:
             if self.values is not None:
                 normalize(pixels, self.values, out, opencv=self.opencv)
         return views
+
+    def _views(
+        self, header: Header, outs: Sequence[NDArray[Any]], numbers: Sequence[float], crop: Ints | None = None
+    ) -> tuple[list[tuple[Box, bool]], int]:
+        """Return the crop of each view, and whether that is flipped; and by how much the image is scaled down first."""
+        views = self._crops(header.size, numbers) if crop is None else [(Box(*crop[:4].tolist()), bool(crop[4]))]
+        k = min(reduction(box, out.shape[:2]) for (box, _), out in zip(views, outs, strict=True))
+        if header.turn > 1:  # the last reduced pixel may be cut by the edge, and would be the first after a flip
+            k = math.gcd(k, header.height, header.width)
+        if crop is None:
+            views = [(snapped(box, k, *header.size), flip) for box, flip in views]
+        return views, k
 
     def _crops(self, size: tuple[int, int], numbers: Sequence[float]) -> list[tuple[Box, bool]]:
         """Return the crop of each view of an image of this (height, width), and whether the result is flipped."""

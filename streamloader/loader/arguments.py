@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import partial
 from itertools import chain
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -595,6 +596,37 @@ def normalize_later(
         chosen[name] = replace(decoder, values=None, by_samples=sizes)
         affine |= dict.fromkeys(decoder.columns, pair)
     return chosen, affine
+
+
+def with_device(given: Arguments) -> Arguments:
+    """Return the arguments with the `device=` on which images are decoded. Raises `UsageError` for two devices."""
+    each = given.decode.values() if isinstance(given.decode, Mapping) else [given.decode]
+    devices = {option.device for option in each if isinstance(option, Decode)} - {None}
+    chosen = devices | ({str(given.device)} if devices and given.device is not None else set())
+    if len(chosen) > 1:
+        remedy = "name one device, or leave the dataset's device= out"
+        raise UsageError(f"Decode(device=) and device= name {', '.join(sorted(map(repr, chosen)))}", remedy)
+    return replace(given, device=next(iter(chosen))) if chosen else given
+
+
+def device_decoders(decoders: Mapping[str, ImageDecoder]) -> tuple[tuple[str, str], ...]:
+    """Return the fields that a device decodes, each with the name that its decoder has in states."""
+    devices = ((name, decoder.options.device) for name, decoder in decoders.items())
+    return tuple((name, "whole" if place.startswith("cpu") else "nvjpeg") for name, place in devices if place)
+
+
+def check_devices(decoders: Mapping[str, ImageDecoder], given: Arguments, tensors: str) -> None:
+    """Raise `UsageError` if images are decoded on a device that cannot do it, or for what needs them on the CPU."""
+    for device in (decoder.options.device for decoder in decoders.values()):
+        if device is None:
+            continue
+        if not tensors:
+            raise UsageError(f"Decode(device={device!r}) without torch", "use StreamingDataset, or leave device= out")
+        if given.transform is not None or callable(given.collate):
+            function = "transform=" if given.transform is not None else "a function as collate="
+            remedy = "leave device= out, or do what it does on the batches"
+            raise UsageError(f"Decode(device={device!r}) with {function}, which gets samples on the CPU", remedy)
+        resolve_name(f"{tensors}:check_device")(device)
 
 
 def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -> None:

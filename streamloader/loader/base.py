@@ -54,6 +54,8 @@ REPEATED_EPOCH = (
     "let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped"
 )
 
+OTHER_DECODER = "the state is of a run with other decoders of images ({}, now {}): pixels differ slightly from here on"
+
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
 # Seconds that a transform has taken in all before it may get workers, whose start takes about one.
@@ -350,7 +352,7 @@ class Loader:
         """Raise `UsageError` for a loader that would batch batches, or split the samples of a rank."""
 
     def __init__(self, sources: Sequence[Source], given: Arguments, **mixture: Any) -> None:
-        seed = whole("seed", given.seed, 0)
+        seed, given = whole("seed", given.seed, 0), arguments.with_device(given)
         EpochOrder(1, OrderParams(1, 1, 2), seed, 0)  # raises for a seed that does not fit
         self._order = arguments.read_shuffle(given.shuffle)
         # workers get a pickled copy; steps and fields may be generators or views, and a process group stays here
@@ -382,6 +384,7 @@ class Loader:
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
+            decoders=arguments.device_decoders(self._config.decoders),
             **arguments.choose_buckets(given, self._datasets, mixture.get("batches")),
             **mixture | self._weighed(self._datasets),
         )
@@ -402,6 +405,7 @@ class Loader:
         if given.batch_size is None and any(decoder.by_samples for decoder in decoders.values()):
             remedy = "give a batch_size, since the size changes between two batches"
             raise UsageError("Decode(size=) by samples with batch_size=None", remedy)
+        arguments.check_devices(decoders, given, self._tensors)
         rules = arguments.choose_rules(self.fields, given, decoders)
         if "nested" in rules.values() and not self._tensors:
             raise UsageError("collate='nested' without torch", "use StreamingDataset, or choose 'pad' or 'list'")
@@ -688,6 +692,9 @@ class Loader:
             first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))
         size = self._rank.size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
+        saved = read_value({"decoders": {}, **state}, "decoders", dict)
+        if saved != dict(start.decoders):
+            warnings.warn(OTHER_DECODER.format(saved or "the CPU's", dict(start.decoders) or "the CPU's"), stacklevel=2)
         for dataset, source in zip(datasets, start.sources, strict=True):
             arguments.check_block(dataset, source.params.block)
         steps = read_value(state, "steps", int) if "steps" in state else 0

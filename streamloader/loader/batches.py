@@ -60,8 +60,8 @@ class BatchFormat(NamedTuple):
                 else:
                     out[name], out[name + OFFSETS] = column
             else:
-                turned = name in self.channels_first and isinstance(column, np.ndarray)
-                out[name] = np.moveaxis(column, -1, -3) if turned else column
+                turned = name in self.channels_first and not isinstance(column, list)
+                out[name] = column.swapaxes(-1, -2).swapaxes(-2, -3) if turned else column  # also of a tensor
         if self.with_index:
             out |= self.numbers(plan.samples)
         if self.with_valid:

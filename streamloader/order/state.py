@@ -138,6 +138,8 @@ class RunState:
     `bucket`: the steps of a window in which samples are put in buckets, and the positions of a step, 0 until it is
     settled; None without buckets.
 
+    `decoders`: the image fields that a device decodes, each with the name of its decoder.
+
     Three values of this process are not saved. `bucket_scale`: (n, d), a step of the buckets has n / d times the
     positions of a step of the run, whose budget cuts it; None without a budget. `fresh`: whether the run has not begun,
     so its lanes can still follow the number of ranks. `given`: the parameters of the order that the caller chose and a
@@ -165,6 +167,7 @@ class RunState:
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
     bucket: tuple[int, int] | None = None
+    decoders: tuple[tuple[str, str], ...] = ()
     bucket_scale: tuple[int, int] | None = None
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
@@ -428,6 +431,8 @@ class RunState:
         if self.bucket is not None:
             cut = {"cut": True} if self.bucket_scale is not None else {}
             values["bucket"] = dict(zip(_BUCKET, self.bucket, strict=True)) | cut
+        if self.decoders:
+            values["decoders"] = dict(self.decoders)
         if self.skipped:
             values["skipped"] = [list(gap) for gap in self.skipped]
         return {"format": STATE_FORMAT, **values}

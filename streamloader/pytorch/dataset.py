@@ -91,6 +91,7 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
             return None
         if self._transfers is None:
             options: dict[str, Any] = {"affine": self._affine, "cast": self._cast, "graph": given.graph_buffers}
+            options["borrowed"] = [name for name, _ in self._first.decoders]
             self._transfers = device.Transfers(given.device or "cpu", given.ahead, **options)
         self._transfers.counters = self._engine().counters
         return self._transfers

@@ -35,6 +35,20 @@ def to_tensors(columns: dict[Any, Any]) -> dict[Any, Any]:
     return columns
 
 
+def check_device(device: str) -> None:
+    """Raise `UsageError` unless images can be decoded on the device."""
+    from streamloader.pytorch import images
+
+    images.check_device(device)
+
+
+def device_decoder(device: str) -> tuple[Callable[..., torch.Tensor], Callable[[], object]]:
+    """Return what decodes images on a device, and what waits for that; see `pytorch/images.py`."""
+    from streamloader.pytorch import images
+
+    return images.device_decoder(device)
+
+
 @cache
 def nested_type() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return what makes a nested tensor: the type itself, in a quarter of the time of `nested_tensor_from_jagged`."""

@@ -1,0 +1,340 @@
+"""`Decode(device=)`: the pixels, crops, bad samples and states of images that a device decodes.
+
+They run with the device "cpu", which decodes whole pictures here and does all other steps as a GPU does; it repeats
+chroma as nvJPEG does.
+"""
+
+import io
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import assert_threads_end, write_images
+from PIL import Image
+from test_crop import NOISE, as_jpeg
+from test_targets import N as PICTURES
+from test_targets import pictures
+from torch.utils.data import DataLoader
+
+import streamloader as sl
+from streamloader.errors import DecodeError, StateError, UsageError
+from streamloader.images.decode import is_for_device
+from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop, View
+
+__all__ = ["pictures"]  # a fixture
+RANDOM = RandomResizedCrop(scale=(0.2, 1), flip=0.5)
+
+
+def turned(pixels: np.ndarray[Any, Any], turn: int, **options: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    return as_jpeg(pixels, exif=exif, **options)
+
+
+def photographs() -> list[np.ndarray[Any, Any]]:
+    """Parts of scikit-learn's two photographs, of odd sizes."""
+    from sklearn.datasets import load_sample_images
+
+    rng, whole = np.random.default_rng(0), load_sample_images().images
+    sizes = [(int(rng.integers(150, 427)), int(rng.integers(150, 640))) for _ in range(12)]
+    return [whole[number % 2][-height:, :width] for number, (height, width) in enumerate(sizes)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "gray": {"mode": "L"},
+    "progressive": {"subsampling": 0, "progressive": True},
+}
+
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {}
+    for kind, options in KINDS.items():
+        paths[kind] = tmp_path_factory.mktemp("photos") / "d"
+        write_images(paths[kind], [as_jpeg(pixels, **options) for pixels in photographs()])
+    return paths
+
+
+def batches(url: Any, decode: Decode, **options: Any) -> tuple[list[dict[str, Any]], Any]:
+    dataset = sl.StreamingDataset(url, **{"batch_size": 5, "num_workers": 0, **options}, decode=decode)
+    return list(dataset), dataset
+
+
+def both(url: Any, **options: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Any]:
+    """The images of an epoch by the CPU and by a device, and the statistics of the latter."""
+    usual, _ = batches(url, Decode(**options))
+    on_device, dataset = batches(url, Decode(**options, device="cpu"))
+    for expected, got in zip(usual, on_device, strict=True):
+        assert got.keys() == expected.keys()
+        assert got["image"].shape == expected["image"].shape
+        assert got["image"].stride() == expected["image"].stride()
+        assert got["image"].dtype == expected["image"].dtype
+        assert torch.equal(got["label"], expected["label"])
+    images = (torch.cat([batch["image"] for batch in made]).double().numpy() for made in (usual, on_device))
+    return (*images, dataset.stats())
+
+
+CROPS: dict[str, dict[str, Any]] = {
+    "whole": {"size": (224, 224)},
+    "random": {"size": (96, 128), "crop": RANDOM},
+    "center": {"size": (70, 60), "crop": CenterCrop(0.9)},
+    "small": {"size": (20, 24), "crop": RANDOM},
+    "L": {"size": (64, 64), "crop": RANDOM, "mode": "L"},
+}
+# Of 255: the mean difference, that which 99% of values are within, and the largest. Chroma that is repeated, and not
+# interpolated, differs at the edges of colours.
+TOLERANCE = {"4:2:0": (1.6, 12, 45), "4:2:2": (1.6, 12, 45)}
+CLOSE = (0.5, 3, 8)
+
+
+@pytest.mark.parametrize("crop", CROPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_photographs_are_those_of_the_cpu_within_the_tolerance(crop, kind, of_kind):
+    expected, got, stats = both(of_kind[kind], **CROPS[crop])
+    mean, most, largest = CLOSE if crop == "L" else TOLERANCE.get(kind, CLOSE)
+    difference = np.abs(got - expected)
+    assert difference.mean() <= mean
+    assert np.percentile(difference, 99) <= most
+    assert difference.max() <= largest
+    assert abs((got - expected).mean()) <= 0.3
+    assert stats.decoded_on_cpu == 0
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_images_are_turned_and_flipped_before_they_are_resized(turn, tmp_path):
+    y, x = np.mgrid[0:120, 0:200]
+    pixels = np.stack([x, y * 2, (x + y) % 7 * 30], axis=2).astype(np.uint8)
+    write_images(tmp_path / "d", [turned(pixels[: 120 - i, : 200 - 3 * i], turn, subsampling=0) for i in range(8)])
+    for options in (CROPS["small"], CROPS["random"], {"size": (31, 17)}, {"size": (60, 60), "orientation": False}):
+        expected, got, _ = both(tmp_path / "d", **options)
+        assert np.abs(got - expected).mean() <= 1
+        assert np.percentile(np.abs(got - expected), 99) <= 10
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (3, 5), (17, 9)])
+def test_images_of_any_size_are_decoded(shape, tmp_path):
+    write_images(tmp_path / "d", [as_jpeg(np.full((*shape, 3), 20 * i, np.uint8)) for i in range(8)])
+    for options in (CROPS["whole"], CROPS["small"], {"size": (1, 1)}, {"size": (8, 400), "crop": "center"}):
+        expected, got, stats = both(tmp_path / "d", **options)
+        assert np.abs(got - expected).max() <= 4
+        assert stats.decoded_on_cpu == 0
+
+
+def test_noise_is_resized_by_the_rule_of_the_cpu(tmp_path):
+    write_images(tmp_path / "d", [as_jpeg(np.roll(NOISE, i, 0), subsampling=0) for i in range(6)])
+    for size in ((89, 69), (60, 50), (45, 35), (40, 30), (200, 200)):
+        expected, got, _ = both(tmp_path / "d", size=size)
+        assert np.abs(got - expected).max() <= (4 if min(size) >= 50 else 60)  # the codec scales by 2 another way
+        assert np.abs(got - expected).mean() <= 1
+
+
+def test_normalised_tensors_are_those_of_the_pixels(of_kind):
+    pixels, _, _ = both(of_kind["4:4:4"], size=(50, 60), crop=RANDOM, layout="CHW")
+    expected, got, _ = both(of_kind["4:4:4"], size=(50, 60), crop=RANDOM, normalize="imagenet")
+    assert np.abs(got - expected).mean() <= 0.01
+    (usual,), _ = batches(of_kind["4:4:4"], Decode(size=(50, 60), device="cpu"), batch_size=12)
+    (normal,), _ = batches(of_kind["4:4:4"], Decode(size=(50, 60), device="cpu", normalize="imagenet"), batch_size=12)
+    mean, std = (torch.tensor(values)[:, None, None] for values in IMAGENET)
+    assert torch.allclose(normal["image"], (usual["image"].movedim(-1, 1) / 255 - mean) / std, atol=1e-5)
+    assert pixels.shape == got.shape
+
+
+def test_what_the_device_cannot_decode_is_decoded_by_the_cpu_and_counted(tmp_path):
+    out = io.BytesIO()
+    Image.fromarray(NOISE).convert("CMYK").save(out, "jpeg")
+    png = io.BytesIO()
+    Image.fromarray(NOISE).save(png, "png")
+    rgb = as_jpeg(NOISE, keep_rgb=True)
+    behind = as_jpeg(NOISE) + b"more"
+    others = [out.getvalue(), png.getvalue(), rgb, behind]
+    assert not any(is_for_device(memoryview(data)) for data in others)
+    usual = [as_jpeg(NOISE, **{"subsampling": 0, **options}) for options in KINDS.values()]
+    assert all(is_for_device(memoryview(data)) for data in usual)
+    write_images(tmp_path / "d", others + usual, "mixed")
+    for workers in (0, 2):
+        decode = Decode(size=(90, 70), device="cpu")
+        (batch,), dataset = batches(tmp_path / "d", decode, batch_size=9, num_workers=workers, shuffle=False)
+        assert dataset.stats().decoded_on_cpu == len(others)
+        (expected,), _ = batches(tmp_path / "d", Decode(size=(90, 70)), batch_size=9, shuffle=False)
+        assert torch.equal(batch["image"][:4], expected["image"][:4])
+        assert (batch["image"][4].int() - expected["image"][4].int()).abs().max() <= 4
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_workers_and_threads_give_the_same_values(of_kind):
+    decode = Decode(**CROPS["random"], device="cpu", with_crop=True)
+    alone, _ = batches(of_kind["4:2:0"], decode)
+    shared, _ = batches(of_kind["4:2:0"], decode, num_workers=2)
+    for one, other in zip(alone, shared, strict=True):
+        assert torch.equal(one["image"], other["image"])
+        assert torch.equal(one["image_crop"], other["image_crop"])
+
+
+def test_crops_boxes_points_and_masks_are_those_of_the_cpu(pictures):
+    moved = {"boxes": "boxes", "keypoints": "keypoints", "masks": "mask", "with_crop": True}
+    options = {"size": (36, 60), "crop": RANDOM, **moved}
+    fields = {"fields": ["image", "mask", "boxes", "keypoints", "number"], "batch_size": 8}
+    usual, _ = batches(pictures, Decode(**options), **fields)
+    on_device, dataset = batches(pictures, Decode(**options, device="cpu"), **fields)
+    assert dataset.stats().decoded_on_cpu == PICTURES // 2  # the others are PNG
+    for expected, got in zip(usual, on_device, strict=True):
+        assert got.keys() == expected.keys()
+        for name in expected.keys() - {"image"}:
+            assert torch.equal(got[name], expected[name]), name
+        assert (got["image"].int() - expected["image"].int()).abs().float().mean() < 2
+
+
+@pytest.mark.parametrize("data", ["truncated", "wrong", "without tables", "cut, with an end"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_files_follow_on_error(data, workers, tmp_path, caplog):
+    good = [as_jpeg(np.roll(NOISE, 9 * i, 0), subsampling=0) for i in range(8)]
+    whole = good[3]
+    tables = whole.index(b"\xff\xdb")
+    bad = {
+        "truncated": whole[: len(whole) // 2],
+        "wrong": b"\xff\xd8\xffnothing\xff\xd9",
+        "without tables": whole[:tables] + whole[whole.index(b"\xff\xc0") :],
+        "cut, with an end": whole[: len(whole) // 2] + b"\xff\xd9",
+    }[data]
+    write_images(tmp_path / "d", [*good[:3], bad, *good[4:]])
+    options: dict[str, Any] = {"batch_size": 8, "num_workers": workers, "shuffle": False}
+    decode, usual = Decode(size=(90, 70), device="cpu"), Decode(size=(90, 70))
+    for on_error in ("mask", "replace"):
+        (expected,), reference = batches(tmp_path / "d", usual, on_error=on_error, max_bad=8, **options)
+        with caplog.at_level(logging.WARNING, "streamloader"):
+            (got,), dataset = batches(tmp_path / "d", decode, on_error=on_error, max_bad=8, **options)
+        assert dataset.stats().bad_samples == reference.stats().bad_samples == (data != "cut, with an end")
+        for name in expected.keys() - {"image"}:
+            assert torch.equal(got[name], expected[name]), name
+        assert (got["image"].int() - expected["image"].int()).abs().max() <= 4
+        assert ("does not decode a batch" in caplog.text) == (data == "cut, with an end")  # Pillow fills the rest
+    if data != "cut, with an end":
+        with pytest.raises(DecodeError, match="sample 3"):
+            batches(tmp_path / "d", decode, **options)
+    assert_threads_end()
+
+
+def test_sizes_that_change_are_decoded(of_kind):
+    sizes = {0: (30, 40), 6: (50, 60)}
+    made, _ = batches(of_kind["4:4:4"], Decode(size=sizes, device="cpu"), batch_size=3)
+    assert [tuple(batch["image"].shape[1:3]) for batch in made] == [(30, 40)] * 2 + [(50, 60)] * 2
+
+
+def test_images_are_cast_and_masked_rows_are_zeros_as_on_any_device(tmp_path):
+    bad = as_jpeg(NOISE)[:200]
+    write_images(tmp_path / "d", [as_jpeg(NOISE), bad, as_jpeg(NOISE)])
+    decode = Decode(size=(9, 8), normalize="imagenet", device="cpu")
+    options: dict[str, Any] = {"on_error": "mask", "max_bad": 3, "shuffle": False, "graph_buffers": True}
+    made, _ = batches(tmp_path / "d", decode, batch_size=3, cast="bfloat16", device="cpu", **options)
+    assert made[0]["image"].dtype == torch.bfloat16
+    assert [bool(row.any()) for row in made[0]["image"]] == [True, False, True]
+
+
+def test_large_batches_are_decoded_in_parts(of_kind, monkeypatch):
+    decode = Decode(**CROPS["random"], device="cpu")
+    (whole,), _ = batches(of_kind["4:2:0"], decode, batch_size=12)
+    monkeypatch.setattr("streamloader.pytorch.images.PART_BYTES", 1 << 20)
+    (parts,), _ = batches(of_kind["4:2:0"], decode, batch_size=12)
+    assert (whole["image"].int() - parts["image"].int()).abs().max() <= 1
+
+
+def test_states_have_the_decoder_and_others_resume_with_a_warning(of_kind, recwarn):
+    url, decode = of_kind["4:4:4"], Decode(size=(30, 40))
+    makers = {
+        "usual": lambda: sl.StreamingDataset(url, batch_size=4, decode=decode, num_workers=0),
+        "device": lambda: sl.StreamingDataset(
+            url, batch_size=4, decode=Decode(size=(30, 40), device="cpu"), num_workers=0
+        ),
+    }
+    states = {}
+    for kind, make in makers.items():
+        dataset = make()
+        next(iter(dataset))
+        states[kind] = json.loads(json.dumps(dataset.state_dict()))
+    assert "decoders" not in states["usual"]
+    assert states["device"]["decoders"] == {"image": "whole"}
+    for kind, make in makers.items():
+        make().load_state_dict(states[kind])
+        assert not [each for each in recwarn if "decoder" in str(each.message)]
+    for kind, other in (("usual", "device"), ("device", "usual")):
+        dataset = makers[kind]()
+        with pytest.warns(UserWarning, match="other decoders of images"):
+            dataset.load_state_dict(states[other])
+        assert len(list(dataset)) == 2
+    with pytest.raises(StateError, match="decoders"):
+        makers["usual"]().load_state_dict({**states["usual"], "decoders": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"device": "tpu", "size": (3, 3)}, "choose 'cuda'"),
+        ({"device": "cuda:", "size": (3, 3)}, "choose 'cuda'"),
+        ({"device": 0, "size": (3, 3)}, "choose 'cuda'"),
+        ({"device": "cpu"}, "give size="),
+        ({"device": "cpu", "views": {"a": View((3, 3))}}, "leave it or views= out"),
+    ],
+)
+def test_options_that_a_device_does_not_have_are_errors(options, remedy):
+    with pytest.raises(UsageError, match=remedy):
+        Decode(**options)
+
+
+def test_datasets_that_need_images_on_the_cpu_are_errors(of_kind):
+    url, decode = of_kind["gray"], Decode(size=(4, 4), device="cpu")
+    for given in ({"transform": dict}, {"collate": list}):
+        with pytest.raises(UsageError, match="which gets samples on the CPU"):
+            sl.StreamingDataset(url, batch_size=4, decode=decode, **given)
+    with pytest.raises(UsageError, match="without torch"):
+        sl.NumpyDataset(url, batch_size=4, decode=decode)
+    with pytest.raises(UsageError, match="batch_size=None"):
+        sl.StreamingDataset(url, batch_size=None, decode=decode)
+    with pytest.raises(UsageError, match="'cpu', 'cuda'"):
+        sl.StreamingDataset(url, batch_size=4, decode={"image": decode}, device="cuda")
+    loader = DataLoader(sl.StreamingDataset(url, batch_size=4, decode=decode), batch_size=None, num_workers=1)
+    with pytest.raises(UsageError, match="in a worker of a DataLoader"):
+        next(iter(loader))
+
+
+def test_cuda_needs_a_gpu_and_torchvision(of_kind, monkeypatch):
+    decode = Decode(size=(4, 4), device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="torch finds no GPU"):
+        sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("streamloader.pytorch.images.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install torchvision"):
+        sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_one_call_of_torchvision_decodes_a_part_on_a_stream_that_is_complete(mode, monkeypatch):
+    """The call that needs a GPU, with doubles of torchvision and of the stream."""
+    from streamloader.pytorch import images
+
+    calls: list[Any] = []
+
+    def decode_jpeg(files: list[torch.Tensor], *, mode: str, device: torch.device) -> list[torch.Tensor]:
+        calls.append((mode, device, len(files)))
+        return images._decode_here(files, device, 3 if mode == "RGB" else 1)
+
+    io_module = types.ModuleType("torchvision.io")
+    io_module.decode_jpeg = decode_jpeg  # type: ignore[attr-defined]
+    io_module.ImageReadMode = types.SimpleNamespace(RGB="RGB", GRAY="GRAY")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.io", io_module)
+    stream: Any = types.SimpleNamespace(synchronize=lambda: calls.append("complete"))
+    files = [torch.frombuffer(bytearray(as_jpeg(NOISE)), dtype=torch.uint8) for _ in range(3)]
+    device, channels = torch.device("cpu"), 3 if mode == "RGB" else 1
+    made = images._decode_by_nvjpeg(stream, files, device, channels)
+    assert [tuple(each.shape) for each in made] == [(channels, *NOISE.shape[:2])] * 3
+    assert calls == ["complete", ("RGB" if mode == "RGB" else "GRAY", device, 3)]
