@@ -51,7 +51,7 @@ _bare=$(cd "$(dirname "${BASH_SOURCE:-bench/.bare/env}")" && pwd)
 [ -d /tmp/bare-site ] || python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
     --target /tmp/bare-site "$_bare"/wheels/*.whl
 cp -r "$_bare/lib/streamloader" .
-mkdir -p bench/.data && cp -rn "$_bare/photos" bench/.data/
+mkdir -p bench/.data && cp -r "$_bare/photos" bench/.data/
 export PYTHONPATH="$PWD:/tmp/bare-site${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="$_bare/nginx/usr/sbin:$PATH"
 export LD_LIBRARY_PATH="$_bare/nginx/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"

@@ -319,7 +319,8 @@ def streams(panels: Sequence[tuple[str, Path]], path: Path) -> str:
     for axis, (title, rows) in zip(axes.flat, drawn, strict=True):
         for place, (name, intervals) in enumerate(rows.items()):
             spans = [(begin, end - begin) for begin, end in intervals]
-            axis.broken_barh(spans, (place - 0.35, 0.7), facecolors=COLOURS["kernels" in name or "operators" in name])
+            colour = COLOURS["kernels" in name or "operators" in name]
+            axis.broken_barh(spans, (place - 0.35, 0.7), facecolors=colour, edgecolors=colour, linewidth=0.6)
         axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
         axis.invert_yaxis()
         axis.set_title(f"{title}: three steps, ms", fontsize=10, loc="left")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ import common  # noqa: E402
 import crops  # noqa: E402
 import measuring  # noqa: E402
 
-from bench import contestants, cores, cores_page, device_page, device_trace, exactness, report  # noqa: E402
+from bench import contestants, cores, cores_page, device, device_page, device_trace, exactness, report  # noqa: E402
 from bench.__main__ import parser, settings_of  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
+from bench.context import Bench, Place  # noqa: E402
 from bench.conversion import __main__ as conversion  # noqa: E402
 from bench.conversion import page as writing  # noqa: E402
 from bench.data import prepare  # noqa: E402
@@ -495,6 +497,15 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
     assert "- resnet18 nvjpeg not measured: RuntimeError: no" in page
     assert "| raw .to(device) | 3,710 | 0.79 |" in page and "16.5 GB/s from ordinary memory, 54.1 GB/s" in page
     assert (tmp_path / "x.png").stat().st_size > 5000 and "![x.png](x.png)" in page
+
+
+def test_what_the_loader_feeds_comes_first_and_nothing_begins_near_the_end(tmp_path):
+    ours = [run.feed in device_page.OURS for run in device.RUNS]
+    assert ours == sorted(ours, reverse=True) and sum(ours) == 7
+    stream, server = io.StringIO(), Endpoint("files", "")
+    bench = Bench(Settings(True, "x"), Place(server, server), Show(stream, 60.0), results=tmp_path)
+    assert device.measure(bench, {"extra": {}}, device.RUNS[:2], time.monotonic() + 5, together=False)
+    assert stream.getvalue().count("no time left") == 2 and not list(tmp_path.iterdir())
 
 
 def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
