@@ -501,7 +501,7 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
 
 def test_what_the_loader_feeds_comes_first_and_nothing_begins_near_the_end(tmp_path):
     ours = [run.feed in device_page.OURS for run in device.RUNS]
-    assert ours == sorted(ours, reverse=True) and sum(ours) == 7
+    assert ours == sorted(ours, reverse=True) and sum(ours) == 8
     stream, server = io.StringIO(), Endpoint("files", "")
     bench = Bench(Settings(True, "x"), Place(server, server), Show(stream, 60.0), results=tmp_path)
     assert device.measure(bench, {"extra": {}}, device.RUNS[:2], time.monotonic() + 5, together=False)
@@ -512,16 +512,17 @@ def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "photos").symlink_to(photos)
     command = ["-m", "bench.device", "--device", "cpu", "--quick", "--seconds", "0.01", "--results", str(tmp_path)]
-    runs = ["resnet50 raw .to(device)", "transformer tokens .to(device)", "copies", "resnet50 nvjpeg"]
+    runs = ["resnet50 raw", "transformer tokens", "copies", "nvjpeg", "resnet18 raw .to(device)"]
     done = run_python(*command, "--data", str(tmp_path / "data"), "--only", *runs, cwd=ROOT)
     lines = [json.loads(text) for text in (tmp_path / "device.jsonl").read_text().splitlines()]
     found = {f"{one['model']} {one['feed']}".strip() or one["kind"]: one for one in lines}
     assert set(found) == set(runs) and not any("failed" in one for one in lines), done.stderr
-    for name in runs[:2]:
+    for name in (runs[0], runs[1], runs[4]):
         one = found[name]
         assert one["rate"] > 0 and one["bound_rate"] > 0 and one["device"] == {"name": "cpu"} and one["small"]
         assert one["fed"]["steps"] >= 5 and one["fed"]["next_seconds"] > 0 and one["fed"]["cpu_seconds"] > 0
-    assert found[runs[0]]["stats"]["batches"] >= 5
-    assert found["resnet50 nvjpeg"]["unsupported"] == "nvJPEG needs CUDA"
+    assert found["resnet50 raw"]["trace"]["steps"] == 6 and found["resnet50 raw"]["stats"]["batches"] >= 5
+    assert found["nvjpeg"]["unsupported"] == "nvJPEG needs CUDA"
     page = (tmp_path / "device.md").read_text()
     assert "### resnet50 (a small model instead)" in page and "| >= 0.97 |  | not measured |" in page
+    assert (tmp_path / "device-streams.png").stat().st_size > 5000

@@ -31,6 +31,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import streamloader as sl
 
 SIDE = 224
+CROP = sl.Decode(size=(SIDE, SIDE), crop="random")
+ALL_CHANNELS = (float(np.mean(MEAN)), float(np.mean(STD)))  # as much work as numbers for each channel
 WARM_STEPS = 5
 TRACED_STEPS = 10
 COPIES = 20
@@ -57,6 +59,8 @@ def read(spec: Spec) -> None:
     """Measure the runs and print a line for each."""
     device = torch.device(spec.extra["device"])
     torch.backends.cudnn.benchmark = True
+    if spec.extra["small"]:
+        torch.set_num_threads(1)  # small operators take longer with more
     for dataset in spec.extra["write"]:
         write(replace(spec, **dataset))
     for run in spec.extra["runs"]:
@@ -238,27 +242,35 @@ def endless(passes: Iterable[Any], convert: Callable[[Any], Batch]) -> Iterator[
         yield from map(convert, passes)
 
 
-def fed_by(workload: str, **options: Any) -> Callable[[Spec, torch.device, ExitStack], Feed]:
-    """Return the feed of a dataset that copies its batches to the device."""
+def fed_by(workload: str, nvjpeg: bool = False, **options: Any) -> Callable[[Spec, torch.device, ExitStack], Feed]:
+    """Return the feed of a dataset that copies its batches to the device.
+
+    JPEGs are decoded there with `nvjpeg`, and normalised there; raw images are normalised in the step, without
+    `normalize=`.
+    """
 
     def feed(spec: Spec, device: torch.device, stack: ExitStack) -> Feed:
-        on_device = {"device": str(device), "ahead": spec.extra["ahead"]}
-        found = opened(spec, workload, stack, **on_device, **options_of(spec, workload, device, options))
-        return Feed(endless(found, tokens_of if workload == "tokens" else images_of), found.stats)
+        more: dict[str, Any] = {"device": str(device), "ahead": spec.extra["ahead"], **options}
+        if workload == "tokens":
+            more["pack"] = packs(spec)
+        if workload == "jpeg":
+            where = {"device": str(device)} if nvjpeg else {}
+            more |= {"decode": replace(CROP, normalize="imagenet", **where), "cast": "bfloat16"}
+        found = opened(spec, workload, stack, **more)
+        return Feed(endless(found, tokens_of if workload == "tokens" else ready_images_of), found.stats)
 
     return feed
 
 
-def options_of(spec: Spec, workload: str, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a workload whose batches are normalised on the device, or are rows of tokens."""
-    if workload == "tokens":
-        return {"pack": {"tokens": sl.Pack(spec.extra["row"], fit="best")}}
-    if workload == "images":  # one number for all channels: the same work as one for each
-        mean, std = float(np.mean(MEAN)), float(np.mean(STD))
-        return {"normalize": {"image": (mean, std)}, "cast": "bfloat16"}
-    if options and device.type != "cuda":
-        raise UnsupportedError("nvJPEG needs CUDA")
-    return {"decode": sl.Decode(size=(SIDE, SIDE), crop="random", normalize="imagenet", **options), "cast": "bfloat16"}
+def packs(spec: Spec) -> dict[str, sl.Pack]:
+    """Return how documents are packed: rows are the samples, so that every batch has the same shape."""
+    return {"tokens": sl.Pack(spec.extra["row"], fit="best")}
+
+
+def ready_images_of(batch: dict[str, Any]) -> Batch:
+    """Return normalised images and labels."""
+    images, labels = images_of(batch)
+    return (images if images.is_floating_point() else normalised(images.permute(0, 2, 3, 1))), labels
 
 
 def moved_by_hand(workload: str) -> Callable[[Spec, torch.device, ExitStack], Feed]:
@@ -266,17 +278,16 @@ def moved_by_hand(workload: str) -> Callable[[Spec, torch.device, ExitStack], Fe
 
     def feed(spec: Spec, device: torch.device, stack: ExitStack) -> Feed:
         if workload == "tokens":
-            found = opened(spec, workload, stack, **options_of(spec, workload, device, {}))
+            found = opened(spec, workload, stack, pack=packs(spec))
         else:
-            decode = sl.Decode(size=(SIDE, SIDE), crop="random") if workload == "jpeg" else None
-            found = opened(spec, workload, stack, decode=decode)
+            found = opened(spec, workload, stack, decode=CROP if workload == "jpeg" else None)
 
         def move(batch: dict[str, Any]) -> Batch:
             if workload == "tokens":
                 tokens, positions = tokens_of(batch)
                 return tokens.to(device), positions.to(device)
             images, labels = images_of(batch)
-            return normalised(images.permute(0, 2, 3, 1).to(device)), labels.to(device)
+            return ready_images_of({"image": images.to(device), "label": labels.to(device)})
 
         return Feed(endless(found, move), found.stats)
 
@@ -320,8 +331,9 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 FEEDS = {
     "raw": fed_by("images"),
+    "raw normalize=": fed_by("images", normalize={"image": ALL_CHANNELS}, cast="bfloat16"),
     "jpeg": fed_by("jpeg"),
-    "nvjpeg": fed_by("jpeg", device="cuda"),
+    "nvjpeg": fed_by("jpeg", nvjpeg=True),
     "tokens": fed_by("tokens"),
     "raw .to(device)": moved_by_hand("images"),
     "jpeg .to(device)": moved_by_hand("jpeg"),
