@@ -70,7 +70,6 @@ RUNS = (
     Run("train", "resnet18", "nvjpeg"),
     Run("train", "transformer", "tokens", traced=True),
     Run("train", "resnet18", "jpeg"),
-    Run("train", "resnet50", "raw normalize="),
     Run("copies"),
     Run("nvjpeg"),
     Run("train", "resnet50", "raw .to(device)"),

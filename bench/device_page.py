@@ -25,9 +25,8 @@ ABOUT = (
     " in the page cache. ResNets train in bfloat16, channels last, with batches of 256 images of 224 x 224; raw"
     " images are uint8, JPEGs have about 500 x 375. The transformer has 8 layers of 512 and takes 16 rows of 2,049"
     " packed tokens, each row one causal sequence. `raw`, `jpeg`, `nvjpeg` and `tokens` are `StreamingDataset("
-    'device="cuda", ahead=2)`: `raw` is copied as uint8 and normalised in the step by one kernel, as what is moved by'
-    " hand is, `raw normalize=` by the loader on the CPU, JPEGs by the loader on the device, where `nvjpeg` also"
-    " decodes them. Others move batches by hand.",
+    'device="cuda", ahead=2, cast="bfloat16")`, which copies uint8 and normalises on the device; `nvjpeg` also decodes'
+    " there. Others move batches by hand, and normalise them in the step by one kernel.",
     "Waited in next(): the share of the step that the training loop spent there. Waited on the device: its share by"
     " `stats()`. No kernel: the share of some traced steps in which no kernel ran. Loading: CPU time that the training"
     " process spends on it for each step: the greater of what the process takes beyond the bound, and of `next()`"
@@ -36,7 +35,7 @@ ABOUT = (
     " memory beyond that of the model alone, in delivered batches, the one in use and what nvJPEG allocates included."
     " Copies beside kernels: the share of their time during which kernels ran.",
 )
-OURS = ("raw", "jpeg", "nvjpeg", "tokens", "raw normalize=")
+OURS = ("raw", "jpeg", "nvjpeg", "tokens")
 ON_THE_DEVICE = "on the device (bound)"
 COLOURS = {True: "#0b6e99", False: "#d08c60"}
 NOT_MEASURED = "not measured"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Source, Spec, UnsupportedError, emit, main
-from device_models import MEAN, STD, Step, is_torchvision_installed, normalised, trainer
+from device_models import Step, is_torchvision_installed, normalised, trainer
 from ours import write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -32,7 +32,6 @@ import streamloader as sl
 
 SIDE = 224
 CROP = sl.Decode(size=(SIDE, SIDE), crop="random")
-ALL_CHANNELS = (float(np.mean(MEAN)), float(np.mean(STD)))  # as much work as numbers for each channel
 WARM_STEPS = 5
 TRACED_STEPS = 10
 COPIES = 20
@@ -242,22 +241,21 @@ def endless(passes: Iterable[Any], convert: Callable[[Any], Batch]) -> Iterator[
         yield from map(convert, passes)
 
 
-def fed_by(workload: str, nvjpeg: bool = False, **options: Any) -> Callable[[Spec, torch.device, ExitStack], Feed]:
-    """Return the feed of a dataset that copies its batches to the device.
+def fed_by(workload: str, nvjpeg: bool = False) -> Callable[[Spec, torch.device, ExitStack], Feed]:
+    """Return the feed of a dataset that copies its batches to the device, where images are normalised.
 
-    JPEGs are decoded there with `nvjpeg`, and normalised there; raw images are normalised in the step, without
-    `normalize=`.
+    `nvjpeg`: JPEGs are decoded there too.
     """
 
     def feed(spec: Spec, device: torch.device, stack: ExitStack) -> Feed:
-        more: dict[str, Any] = {"device": str(device), "ahead": spec.extra["ahead"], **options}
+        options: dict[str, Any] = {"cast": "bfloat16", "normalize": {"image": "imagenet"}}
         if workload == "tokens":
-            more["pack"] = packs(spec)
-        if workload == "jpeg":
+            options = {"pack": packs(spec)}
+        elif workload == "jpeg":
             where = {"device": str(device)} if nvjpeg else {}
-            more |= {"decode": replace(CROP, normalize="imagenet", **where), "cast": "bfloat16"}
-        found = opened(spec, workload, stack, **more)
-        return Feed(endless(found, tokens_of if workload == "tokens" else ready_images_of), found.stats)
+            options = {"cast": "bfloat16", "decode": replace(CROP, normalize="imagenet", **where)}
+        found = opened(spec, workload, stack, device=str(device), ahead=spec.extra["ahead"], **options)
+        return Feed(endless(found, tokens_of if workload == "tokens" else images_of), found.stats)
 
     return feed
 
@@ -265,12 +263,6 @@ def fed_by(workload: str, nvjpeg: bool = False, **options: Any) -> Callable[[Spe
 def packs(spec: Spec) -> dict[str, sl.Pack]:
     """Return how documents are packed: rows are the samples, so that every batch has the same shape."""
     return {"tokens": sl.Pack(spec.extra["row"], fit="best")}
-
-
-def ready_images_of(batch: dict[str, Any]) -> Batch:
-    """Return normalised images and labels."""
-    images, labels = images_of(batch)
-    return (images if images.is_floating_point() else normalised(images.permute(0, 2, 3, 1))), labels
 
 
 def moved_by_hand(workload: str) -> Callable[[Spec, torch.device, ExitStack], Feed]:
@@ -287,7 +279,7 @@ def moved_by_hand(workload: str) -> Callable[[Spec, torch.device, ExitStack], Fe
                 tokens, positions = tokens_of(batch)
                 return tokens.to(device), positions.to(device)
             images, labels = images_of(batch)
-            return ready_images_of({"image": images.to(device), "label": labels.to(device)})
+            return normalised(images.permute(0, 2, 3, 1).to(device)), labels.to(device)
 
         return Feed(endless(found, move), found.stats)
 
@@ -331,7 +323,6 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 FEEDS = {
     "raw": fed_by("images"),
-    "raw normalize=": fed_by("images", normalize={"image": ALL_CHANNELS}, cast="bfloat16"),
     "jpeg": fed_by("jpeg"),
     "nvjpeg": fed_by("jpeg", nvjpeg=True),
     "tokens": fed_by("tokens"),
