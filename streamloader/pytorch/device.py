@@ -257,11 +257,13 @@ class Transfers:
             allocated, copied = runtime.Event(), runtime.Event()
             allocated.record(consumer)
             self._copies.wait_event(allocated)
-            with runtime.stream(self._copies):
-                for out, source in pairs:
-                    runtime.copy(out, source)
-            copied.record(self._copies)
-        self._held.append((copied, pairs))
+            self._held.append((copied, pairs))  # before the copies, since they may be interrupted
+            try:
+                with runtime.stream(self._copies):
+                    for out, source in pairs:
+                        runtime.copy(out, source)
+            finally:
+                copied.record(self._copies)
         placed = iter(made)
         return mapped(lambda *_: next(placed), batch), consumer, copied, masked
 
@@ -373,18 +375,21 @@ class Transfers:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of `iterable` on the device. An error of it is raised after the batches before it."""
         source, sent, error = iter(self._iterable), deque[Any](), None
-        while True:
-            try:
-                while error is None and len(sent) < self.ahead:
-                    sent.append(self.send(next(source)))
-            except Exception as raised:  # noqa: BLE001 - whatever it is, it belongs to the next batch
-                error = raised
-            if sent:
-                yield self.receive(sent.popleft())
-            elif isinstance(error, StopIteration):
-                return
-            else:
-                raise error  # type: ignore[misc]
+        try:
+            while True:
+                try:
+                    while error is None and len(sent) < self.ahead:
+                        sent.append(self.send(next(source)))
+                except Exception as raised:  # noqa: BLE001 - whatever it is, it belongs to the next batch
+                    error = raised
+                if sent:
+                    yield self.receive(sent.popleft())
+                elif isinstance(error, StopIteration):
+                    return
+                else:
+                    raise error  # type: ignore[misc]
+        finally:
+            error = None  # its traceback refers to this frame, and to the batches that were not asked for
 
 
 def _release(held: deque[tuple[Any, Any]], most: int = 1 << 30) -> None:

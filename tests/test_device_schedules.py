@@ -1,0 +1,264 @@
+"""The hand-over of batches to a device, under random schedules of its streams, on a double without a GPU."""
+
+import struct
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device_double import Device, Stream, Violation
+
+from streamloader.pytorch.device import Transfers
+
+SCHEDULES = 10_000
+AFFINE = {"c": (np.full(1, 2, np.float32), np.full(1, 1, np.float32))}
+
+
+class SourceError(Exception):
+    """An error of the source, at a batch."""
+
+
+class Training:
+    """A loop that gets batches on streams that change, uses and keeps them, and allocates memory of its own."""
+
+    def __init__(self, seed: int, transfers: type[Transfers] = Transfers, **options: Any) -> None:
+        self.rng = rng = Random(seed)
+        self.device = Device(rng)
+        chosen = {
+            "ahead": rng.randint(1, 3),
+            "affine": AFFINE if rng.random() < 0.3 else None,
+            "graph": rng.random() < 0.2,
+        } | options
+        self.affine, self.graph = chosen["affine"], chosen["graph"]
+        self.transfers = transfers("cpu", iterable=self, runtime=self.device, **chosen)
+        self.streams = [self.device.current, *(self.device.new_stream() for _ in range(rng.choice((0, 0, 1, 2))))]
+        self.keeps = 0.0 if self.graph else rng.choice((0.0, 0.3))
+        self.kept: list[tuple[str, torch.Tensor, bytes, Stream]] = []
+        self.addresses: set[tuple[int, ...]] = set()
+
+    def run(self) -> None:
+        try:
+            for epoch in range(self.rng.randint(1, 3)):
+                self.run_epoch(epoch)
+            self.kept.clear()
+            self.transfers.close()
+            self.device.finish()
+        finally:  # what a violation leaves there would be waited for
+            self.transfers._held.clear()
+            self.transfers._lent.clear()
+        held = self.device.lent, self.device.host_lent
+        if held != (0, 0):
+            raise Violation(f"{held} device blocks and host buffers are held after the end")
+        if len(self.addresses) > 1:
+            raise Violation("batches for graphs have several addresses")
+
+    def run_epoch(self, epoch: int) -> None:
+        """Get the batches of an epoch, or some of them."""
+        rng, count = self.rng, self.rng.randint(0, 7)
+        fails = rng.randint(0, count) if rng.random() < 0.2 else None
+        asked = rng.randint(0, count) if rng.random() < 0.3 else count + 1
+        self.epoch = epoch, count, fails
+        batches, stream = iter(self.transfers), rng.choice(self.streams)
+        for number in range(asked):
+            if rng.random() < 0.2:
+                stream = rng.choice(self.streams)
+            with self.device.stream(stream):
+                if not self.step(batches, number):
+                    break
+            self.use_kept()
+
+    def step(self, batches: Iterator[Any], number: int) -> bool:
+        """Get a batch and use it on the current stream; return False at the end of the epoch."""
+        epoch, count, fails = self.epoch
+        name = f"batch {number} of epoch {epoch}"
+        try:
+            with self.device:
+                batch = next(batches, None)
+        except SourceError as error:
+            if error.args != (fails,) or number != fails or next(batches, None) is not None:
+                raise Violation(f"{error!r} in the place of {name}") from None
+            return False
+        except KeyboardInterrupt:
+            return False
+        if fails == number or (batch is None) != (number == count):
+            raise Violation(f"{batch and batch['number']} in the place of {name}")
+        if batch is None:
+            return False
+        if batch["number"] != (epoch, number):
+            raise Violation(f"{batch['number']} in the place of {name}")
+        if self.graph:
+            self.addresses.add(tuple(batch[column].data_ptr() for column in "abc"))
+        self.use(name, batch, number)
+        return True
+
+    def use(self, name: str, batch: dict[str, Any], number: int) -> None:
+        stream = self.device.current_stream()
+        for column in "abc":
+            value = content(self.epoch[0], number, column)
+            if column == "c" and self.affine:
+                value = (np.frombuffer(value, np.uint8) * 2.0 + 1).astype(np.float32).tobytes()
+            self.device.check(batch[column], value, name)
+            if self.rng.random() < self.keeps:
+                self.kept.append((name, batch[column], value, stream))
+        if self.rng.random() < 0.3:
+            own, value = self.device.empty(2), content(self.epoch[0], number, "own")
+            self.device.fill(own, value)
+            self.kept.append(("memory of the consumer", own, value, stream))
+
+    def use_kept(self) -> None:
+        """Use what was kept, on its stream or on another one that waits for it and that it waits for, and drop some."""
+        for name, tensor, value, stream in self.kept:
+            user = self.rng.choice(self.streams)
+            if user != stream:
+                user.wait_stream(stream)
+            with self.device.stream(user):
+                self.device.check(tensor, value, name)
+            if user != stream:
+                stream.wait_stream(user)
+        self.kept = [each for each in self.kept if self.rng.random() < 0.6]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches of an epoch, and raise its error."""
+        epoch, count, fails = self.epoch
+        for number in range(count + 1):
+            if number == fails:
+                raise SourceError(number)
+            if number < count:
+                yield self.batch(epoch, number)
+
+    def batch(self, epoch: int, number: int) -> dict[str, Any]:
+        """Return a batch in page-locked memory, two columns of which share a buffer."""
+        a, b, c = (content(epoch, number, column) for column in "abc")
+        together = self.device.host(a + b)
+        columns = {"a": together[:2], "b": together[2:], "c": self.device.host(c).view(torch.uint8)}
+        return {"number": (epoch, number), **columns}
+
+
+def content(epoch: int, number: int, column: str) -> bytes:
+    """Return the bytes of a column of a batch, which no other has."""
+    value = 1 + 10 * (10 * epoch + number) + ("a", "b", "c", "own").index(column)
+    return struct.pack("<2q", value, ~value)
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, SCHEDULES // 10))
+def test_no_schedule_breaks_a_batch(first):
+    for seed in range(first, first + SCHEDULES // 10):
+        try:
+            Training(seed).run()
+        except Exception as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+
+
+def without_waits(method: str) -> type[Transfers]:
+    """Return transfers with a method that lets no stream wait for an event."""
+
+    def call(self: Any, batch: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stream, "wait_event", lambda *_: None)
+            return getattr(Transfers, method)(self, batch)
+
+    return type("WithoutWaits", (Transfers,), {method: call})
+
+
+class ReleasesEarly(Transfers):
+    def send(self, *args: Any) -> Any:
+        self._held.clear()
+        return super().send(*args)
+
+
+class LosesErrors(Transfers):
+    """Gives the batch before again, where the source raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = None
+        try:
+            for batch in super().__iter__():
+                yield batch
+        except SourceError:
+            yield batch
+
+
+class TakesFirstStream(Transfers):
+    """Takes the stream that was current first for the consumer's."""
+
+    def __init__(self, *args: Any, runtime: Device, **given: Any) -> None:
+        first = runtime.current_stream()
+        runtime.current_stream = lambda: first
+        super().__init__(*args, runtime=runtime, **given)
+
+
+class ForgetsEpochs(Transfers):
+    """Lets go of what is being copied, where an epoch begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._held.clear()
+        return super().__iter__()
+
+
+PLANTED = {
+    "missing wait of the consumer": without_waits("receive"),
+    "missing wait of the copy": without_waits("send"),
+    "early release": ReleasesEarly,
+    "lost error": LosesErrors,
+    "wrong stream": TakesFirstStream,
+    "reuse across epochs": ForgetsEpochs,
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_planted_bug_is_found(bug):
+    with pytest.raises(Violation):
+        for seed in range(50):
+            Training(seed).run()  # what is not changed passes
+            Training(seed, PLANTED[bug]).run()
+
+
+def test_no_interrupted_copy_writes_to_memory_that_others_got():
+    for seed in range(1000):
+        training = Training(seed)
+        training.device.interrupts = 0.1
+        try:
+            training.run()
+        except Violation as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_loop_holds_few_batches_and_all_its_epochs_share_a_stream_and_blocks(ahead):
+    training = Training(0, ahead=ahead, affine=None, graph=False)
+    device, transfers = training.device, training.transfers
+    for epoch in range(20):
+        training.epoch, batches = (epoch, 8, None), iter(transfers)
+        for number in range(3 if epoch % 2 else 8):  # leaves some epochs early
+            with device:
+                batch = next(batches)
+            for column in "abc":
+                device.check(batch[column], content(epoch, number, column), f"batch {number} of epoch {epoch}")
+    most = 2 * (ahead + 1)  # two columns of a batch are copied together, one by itself
+    assert device.most_lent <= most
+    assert device.most_host_lent <= most
+    assert len(device.memories) <= 2 * most, "memory of earlier epochs is used again"
+    assert device.streams == 1
+    del batch, batches
+    transfers.close()
+    device.finish()
+    assert (device.lent, device.host_lent) == (0, 0)
+
+
+def test_what_is_copied_is_held_after_its_loader_was_dropped():
+    for seed in range(50):
+        training = Training(seed)
+        training.epoch, device = (0, 5, None), training.device
+        batches = iter(training.transfers)
+        with device:
+            next(batches)
+        training.transfers = None
+        del batches  # a thread waits for the copies, and lets go of the memory
+        limit = time.monotonic() + 60
+        while (device.lent, device.host_lent) != (0, 0):
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        device.finish()
