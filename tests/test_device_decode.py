@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import types
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import assert_threads_end, write_images
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from test_crop import NOISE, as_jpeg
 from test_targets import N as PICTURES
@@ -26,6 +29,7 @@ import streamloader as sl
 from streamloader.errors import DecodeError, StateError, UsageError
 from streamloader.images.decode import is_for_device
 from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop, View
+from streamloader.pytorch import images
 
 __all__ = ["pictures"]  # a fixture
 RANDOM = RandomResizedCrop(scale=(0.2, 1), flip=0.5)
@@ -37,6 +41,7 @@ def turned(pixels: np.ndarray[Any, Any], turn: int, **options: Any) -> bytes:
     return as_jpeg(pixels, exif=exif, **options)
 
 
+@cache
 def photographs() -> list[np.ndarray[Any, Any]]:
     """Parts of scikit-learn's two photographs, of odd sizes."""
     from sklearn.datasets import load_sample_images
@@ -242,7 +247,7 @@ def test_images_are_cast_and_masked_rows_are_zeros_as_on_any_device(tmp_path):
 def test_large_batches_are_decoded_in_parts(of_kind, monkeypatch):
     decode = Decode(**CROPS["random"], device="cpu")
     (whole,), _ = batches(of_kind["4:2:0"], decode, batch_size=12)
-    monkeypatch.setattr("streamloader.pytorch.images.PART_BYTES", 1 << 20)
+    monkeypatch.setattr(images, "PART_BYTES", 1 << 20)
     (parts,), _ = batches(of_kind["4:2:0"], decode, batch_size=12)
     assert (whole["image"].int() - parts["image"].int()).abs().max() <= 1
 
@@ -291,9 +296,9 @@ def test_options_that_a_device_does_not_have_are_errors(options, remedy):
 
 def test_datasets_that_need_images_on_the_cpu_are_errors(of_kind):
     url, decode = of_kind["gray"], Decode(size=(4, 4), device="cpu")
-    for given in ({"transform": dict}, {"collate": list}):
+    for functions in ({"transform": dict}, {"collate": list}):
         with pytest.raises(UsageError, match="which gets samples on the CPU"):
-            sl.StreamingDataset(url, batch_size=4, decode=decode, **given)
+            sl.StreamingDataset(url, batch_size=4, decode=decode, **functions)
     with pytest.raises(UsageError, match="without torch"):
         sl.NumpyDataset(url, batch_size=4, decode=decode)
     with pytest.raises(UsageError, match="batch_size=None"):
@@ -316,11 +321,78 @@ def test_cuda_needs_a_gpu_and_torchvision(of_kind, monkeypatch):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
 
 
+sides = st.integers(1, 70)
+
+
+@given(sides, sides, sides, sides, st.integers(0, 9))
+def test_pictures_are_resized_as_by_opencv(height, width, rows, columns, seed):
+    import cv2
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    shrinks = height / rows, width / columns
+    rule = cv2.INTER_AREA if max(shrinks) > 2 else cv2.INTER_LINEAR
+    expected = cv2.resize(pixels, (columns, rows), interpolation=rule).astype(int)
+    crop = np.array([[0, 0, height, width, 0, height, width, 1, 1]])
+    (got,) = images._resized([torch.from_numpy(pixels).permute(2, 0, 1)], crop, (rows, columns))
+    if max(shrinks) > 2 and min(shrinks) < 1:  # one side grows: OpenCV picks single pixels, sometimes the next one
+        return
+    assert np.abs(got.numpy() - expected).max() <= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900), st.sampled_from([1, 2, 4, 8])), max_size=40))
+def test_parts_have_every_image_once_and_are_bounded(found):
+    crops = np.zeros((len(found) + 5, 9), np.int64)
+    rows = np.arange(len(found)) + 5
+    for row, (height, width, scale) in zip(rows, found, strict=True):
+        crops[row] = 0, 0, height, width, 0, height, 2 * width, scale, 1
+    most = 4 << 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "PART_BYTES", most)
+        parts = list(images._parts(rows, crops, (64, 48), 3))
+    assert np.concatenate([rows[:0], *parts]).tolist() == rows.tolist()
+    for part in parts:
+        high, wide = (-(-crops[part, side] // crops[part, 7]) for side in (2, 3))
+        floats = len(part) * (3 * high.max() * (wide.max() + 48) + 64 * high.max() + 48 * wide.max() + 3 * 64 * 48)
+        pictures = 3 * (crops[part, 5] * crops[part, 6]).sum()
+        assert len(part) == 1 or max(pictures, 4 * floats) <= most
+
+
+def test_any_bytes_are_decided_by_their_header():
+    rng = np.random.default_rng(0)
+    whole = as_jpeg(NOISE)
+    for length in range(0, 700):
+        assert not is_for_device(memoryview(whole[:length] + b"\xff\xd9")) or length > whole.index(b"\xff\xda")
+    for _ in range(2000):
+        data = bytearray(whole[:640] + b"\xff\xd9")
+        data[int(rng.integers(3, 640))] = int(rng.integers(0, 256))
+        is_for_device(memoryview(data))
+
+
+def test_the_thread_that_decodes_has_the_device_and_a_stream_of_its_own(monkeypatch):
+    """What `device_decoder` does for CUDA before a batch, with doubles."""
+    calls: list[Any] = []
+    stream = types.SimpleNamespace(synchronize=lambda: calls.append("complete"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: calls.append(("stream of", device)) or stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda chosen: calls.append(chosen is stream))
+    monkeypatch.setattr(images, "_decode", lambda device, decode, *given: calls.append((device, decode.func, *given)))
+    decode, wait = images.device_decoder("cuda")
+    wait()
+    assert not calls
+    third = torch.device("cuda", 3)
+    for number in range(2):
+        decode("memory", number)
+    batch = [("device", third), True, (third, images._decode_by_nvjpeg, "memory")]
+    assert calls == [batch[0], ("stream of", third), True, (*batch[2], 0), batch[0], True, (*batch[2], 1)]
+    wait()
+    assert calls[-1] == "complete"
+    assert images.device_decoder("cuda:3") == (decode, wait), "one stream for all datasets"
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_one_call_of_torchvision_decodes_a_part_on_a_stream_that_is_complete(mode, monkeypatch):
     """The call that needs a GPU, with doubles of torchvision and of the stream."""
-    from streamloader.pytorch import images
-
     calls: list[Any] = []
 
     def decode_jpeg(files: list[torch.Tensor], *, mode: str, device: torch.device) -> list[torch.Tensor]:

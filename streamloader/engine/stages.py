@@ -330,7 +330,7 @@ class Stages:
         self._decoding = executor.jobs("decode", self._threads, on_error)
         # a transform that workers cannot load, and the columns of transformed samples; or images, on a device
         self._here = Threads("transform", 1, on_error, executor.arena)
-        self._on_device = _device_decoders(config)
+        self._on_device, self._warned = _device_decoders(config), False
         self._empty_sample: Sample | None = None  # for a batch without good samples
         # bytes of the padded columns of the last transformed batches, and of what the last ones are made of
         self._padded, self._inputs = deque[int](maxlen=LIVE_BATCHES), deque[int](maxlen=2)
@@ -655,8 +655,9 @@ class Stages:
         crops[rows] = of_rows
         for row, (name, problem) in bad.items():
             batch.leave_out(int(rows[row]), name, problem)
-        if not bad:
-            text = "%s does not decode a batch of %d images, which the CPU does: %s"
+        if not bad and not self._warned:
+            self._warned = True
+            text = "%s does not decode a batch of %d images, which the CPU does; later ones are only counted: %s"
             logging.getLogger("streamloader").warning(text, decoder.options.device, len(rows), message(error))
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,11 @@ def device_decoder(device: str) -> tuple[Callable[..., torch.Tensor], Callable[[
     target = torch.device(device)
     if target.type == "cpu":
         return partial(_decode, target, _decode_here), bool
-    number = torch.cuda.current_device() if target.index is None else target.index
+    return _gpu_decoder(torch.cuda.current_device() if target.index is None else target.index)
+
+
+@cache  # torch keeps the free memory of each stream, so all datasets and passes have one
+def _gpu_decoder(number: int) -> tuple[Callable[..., torch.Tensor], Callable[[], object]]:
     target = torch.device("cuda", number)
     streams: list[torch.cuda.Stream] = []
 
