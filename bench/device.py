@@ -191,20 +191,23 @@ def measure(bench: Bench, spec: dict[str, Any], runs: Sequence[Run], stop: float
         except ContestError as error:
             lines = [{**asdict(run), "failed": str(error)} for run in group]
         for line in lines:
-            if "trace" in line:
-                line["trace"] = analysed(Path(line["trace"]))
+            for name in line.keys() & {"trace", "bound_trace"}:
+                line[name] = analysed(Path(line[name]), keep=name == "trace")
             bench.record(line)
             good &= "failed" not in line
             bench.show.end(told(line), RUN_SECONDS)
     return good
 
 
-def analysed(file: Path) -> dict[str, Any]:
-    """Return what a trace says, and its file."""
+def analysed(file: Path, keep: bool) -> dict[str, Any]:
+    """Return what a trace says, and its file, which is deleted unless it is to be kept."""
     try:
         return {**device_trace.summary(device_trace.read(file)), "file": file.name}
     except (OSError, ValueError, LookupError) as error:
         return {"failed": f"{type(error).__name__}: {error}", "file": file.name}
+    finally:
+        if not keep:
+            file.unlink(missing_ok=True)
 
 
 def told(line: dict[str, Any]) -> str:

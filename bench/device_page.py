@@ -111,7 +111,12 @@ def targets(lines: Sequence[Line]) -> list[Target]:
         *(rated("resnet50", feed, 0.97) for feed in names),
         *(rated("resnet18", feed, 0.9) for feed in ("raw", "nvjpeg")),
         Target("CPU time of loading in the training process, share of a core", 0.1, worst(loading_share), True),
-        Target("calls in the traced loops that wait for the stream of the kernels", 0, worst(blocking), True),
+        Target(
+            "calls in the traced loops that wait for the stream of the kernels, beyond the bound's",
+            0,
+            worst(blocking),
+            True,
+        ),
         Target("batches in device memory (ahead + 1)", ahead + 1, worst(memory_batches), True),
     ]
 
@@ -150,9 +155,11 @@ def loading_share(line: Line) -> float | None:
 
 
 def blocking(line: Line) -> float | None:
-    """Return how many calls waited for the stream of the kernels; nothing without a trace of a GPU."""
-    trace = line.get("trace", {})
-    return float(sum(trace["blocking"].values())) if trace.get("kernels") else None
+    """Return how many calls waited for the stream of the kernels, beyond those of the bound; nothing without a GPU."""
+    trace, bound = line.get("trace", {}), line.get("bound_trace", {})
+    if not trace.get("kernels"):
+        return None
+    return float(max(0, sum(trace["blocking"].values()) - sum(bound.get("blocking", {}).values())))
 
 
 def memory_batches(line: Line) -> float | None:
@@ -200,7 +207,8 @@ def of_model(lines: Sequence[Line]) -> str:
     small = " (a small model instead)" if first.get("small") else ""
     rates = sorted(line["bound_rate"] for line in lines)
     spread = f"{rates[0]:,.0f}" if rates[0] == rates[-1] else f"{rates[0]:,.0f} to {rates[-1]:,.0f}"
-    body = [[ON_THE_DEVICE, spread, "1", *[""] * 6], *map(row, lines)]
+    idle = next((line["bound_trace"].get("idle") for line in lines if "bound_trace" in line), None)
+    body = [[ON_THE_DEVICE, spread, "1", "", "", percent(idle), "", "", ""], *map(row, lines)]
     titles = ["", f"{first['unit']}/s", "of the bound", "waited in next()", "waited on the device", "no kernel"]
     titles += ["loading, ms a step", "of a core", "batches"]
     return f"### {first['model']}{small}\n\n" + table(titles, body)
@@ -276,8 +284,9 @@ def draw(runs: Sequence[Sequence[Line]], folder: Path, name: str) -> Iterator[st
     if any("bound_rate" in line for run in runs for line in run):
         yield shares(runs, folder / f"{name}.png")
     traces = folder / f"{name}-traces"
-    files = [(line, traces / line["trace"]["file"]) for line in runs[0] if "trace" in line]
-    panels = [(f"{line['model']} {line['feed']}", file) for line, file in files if file.exists()]
+    good = [line for line in runs[0] if "trace" in line and "failed" not in line["trace"]]
+    panels = [(f"{line['model']} {line['feed']}", traces / line["trace"]["file"]) for line in good]
+    panels = [(title, file) for title, file in panels if file.exists()]
     if panels:
         yield streams(panels, folder / f"{name}-streams.png")
 

@@ -474,10 +474,10 @@ def test_targets_are_met_missed_or_not_measured():
     assert verdicts([{**one, "small": True} for one in good]) == ["not measured"] * 8
     waits = {**good[0]["trace"], "blocking": {"cudaStreamSynchronize": 2}}
     fed = {**good[0]["fed"], "peak_bytes": 1301, "other_threads_seconds": 0.6}  # 0.01 s of a core and 4.01 batches
-    bad = trained("resnet50", "raw", 960, trace=waits, fed=fed)
+    bad = trained("resnet50", "raw", 960, trace=waits, fed=fed, bound_trace={"blocking": {"cudaMemcpy": 1}, "idle": 0})
     assert verdicts([bad]) == ["missed", *["not measured"] * 4, "missed", "missed", "missed"]
     values = {one.figure: one.value for one in device_page.targets([bad])}
-    assert list(values.values())[-3:] == pytest.approx([0.11, 2, 4.01])
+    assert list(values.values())[-3:] == pytest.approx([0.11, 1, 4.01])
     beside = {**good[0]["fed"], "outside_bytes": 250}  # what nvJPEG allocates counts
     assert device_page.memory_batches(trained("resnet50", "nvjpeg", 980, fed=beside)) == pytest.approx(4.5)
 
@@ -486,7 +486,10 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
     lines = [json.loads(text) for text in (ROOT / "bench/results/device.jsonl").read_text().splitlines()]
     lines = [one for one in lines if one["time"].startswith("2026-11-26")]
     failed = {"kind": "train", "model": "resnet18", "feed": "nvjpeg", "failed": "RuntimeError: no"}
-    lines += [trained("resnet50", "raw", 980), {**trained("", "", 0), "kind": "nvjpeg", "failed": "no | decoder"}]
+    lines += [trained("resnet50", "raw", 980), trained("resnet50", "jpeg", 900, trace={"failed": "x", "file": "y"})]
+    (tmp_path / "x-traces").mkdir()
+    (tmp_path / "x-traces" / "y").write_bytes(b"no trace")
+    lines += [{**trained("", "", 0), "kind": "nvjpeg", "failed": "no | decoder"}]
     lines = [{**one, "run": "3" if one["time"] == "2026-12-01" else one["run"]} for one in lines]
     (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [*lines, {**lines[-1], **failed}]))
     page = device_page.write("x", tmp_path).read_text()
@@ -521,7 +524,8 @@ def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
         one = found[name]
         assert one["rate"] > 0 and one["bound_rate"] > 0 and one["device"] == {"name": "cpu"} and one["small"]
         assert one["fed"]["steps"] >= 5 and one["fed"]["next_seconds"] > 0 and one["fed"]["cpu_seconds"] > 0
-    assert found["resnet50 raw"]["trace"]["steps"] == 6 and found["resnet50 raw"]["stats"]["batches"] >= 5
+    assert found["resnet50 raw"]["bound_trace"]["steps"] == found["resnet50 raw"]["trace"]["steps"] == 6
+    assert found["resnet50 raw"]["stats"]["batches"] >= 5
     assert found["nvjpeg"]["unsupported"] == "nvJPEG needs CUDA"
     page = (tmp_path / "device.md").read_text()
     assert "### resnet50 (a small model instead)" in page and "| >= 0.97 |  | not measured |" in page

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from common import Source, Spec, UnsupportedError, emit, main
-from device_models import Step, is_torchvision_installed, normalised, trainer
 from ours import write
+from ours_models import Step, is_torchvision_installed, normalised, trainer
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -87,12 +87,15 @@ def train(spec: Spec, device: torch.device, run: dict[str, Any]) -> dict[str, An
     shapes = [tuple(column.shape) for column in resident]
     size = sum(column.nbytes for column in resident)
     bound, _ = loop(repeat(resident), step, device, spec.seconds / 2)
+    traces: dict[str, str] = {}
+    if run["traced"]:
+        traces["bound_trace"] = traced(spec, repeat(resident), step, f"{run['model']}-{run['feed']}-bound")
     del resident
     with ExitStack() as stack:
         feed = FEEDS[run["feed"]](spec, device, stack)
         fed, stats = loop(feed.batches, step, device, spec.seconds, feed.stats)
         if run["traced"]:
-            stats["trace"] = traced(spec, feed.batches, step, f"{run['model']}-{run['feed']}")
+            traces["trace"] = traced(spec, feed.batches, step, f"{run['model']}-{run['feed']}")
     units = int(np.prod(shapes[0])) if run["model"] == "transformer" else shapes[0][0]
     return {
         "unit": "tokens" if run["model"] == "transformer" else "images",
@@ -105,6 +108,7 @@ def train(spec: Spec, device: torch.device, run: dict[str, Any]) -> dict[str, An
         "bound": asdict(bound),
         "fed": asdict(fed),
         **stats,
+        **traces,
     }
 
 
