@@ -515,12 +515,12 @@ def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "photos").symlink_to(photos)
     command = ["-m", "bench.device", "--device", "cpu", "--quick", "--seconds", "0.01", "--results", str(tmp_path)]
-    runs = ["resnet50 raw", "transformer tokens", "copies", "nvjpeg", "resnet18 raw .to(device)"]
+    runs = ["resnet50 raw", "transformer tokens", "copies", "nvjpeg", "resnet50 nvjpeg", "resnet18 raw .to(device)"]
     done = run_python(*command, "--data", str(tmp_path / "data"), "--only", *runs, cwd=ROOT)
     lines = [json.loads(text) for text in (tmp_path / "device.jsonl").read_text().splitlines()]
     found = {f"{one['model']} {one['feed']}".strip() or one["kind"]: one for one in lines}
     assert set(found) == set(runs) and not any("failed" in one for one in lines), done.stderr
-    for name in (runs[0], runs[1], runs[4]):
+    for name in (runs[0], runs[1], *runs[4:]):
         one = found[name]
         assert one["rate"] > 0 and one["bound_rate"] > 0 and one["device"] == {"name": "cpu"} and one["small"]
         assert one["fed"]["steps"] >= 5 and one["fed"]["next_seconds"] > 0 and one["fed"]["cpu_seconds"] > 0
