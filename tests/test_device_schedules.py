@@ -1,17 +1,23 @@
 """The hand-over of batches to a device, under random schedules of its streams, on a double without a GPU."""
 
+import itertools
+import math
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from device_double import Device, Stream, Violation
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streamloader.pytorch.device import Transfers
+import streamloader as sl
+from streamloader.pytorch.device import Transfers, to_cast_tensors
 
 SCHEDULES = 10_000
 AFFINE = {"c": (np.full(1, 2, np.float32), np.full(1, 1, np.float32))}
@@ -155,10 +161,10 @@ def test_no_schedule_breaks_a_batch(first):
 def without_waits(method: str) -> type[Transfers]:
     """Return transfers with a method that lets no stream wait for an event."""
 
-    def call(self: Any, batch: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Stream, "wait_event", lambda *_: None)
-            return getattr(Transfers, method)(self, batch)
+            return getattr(Transfers, method)(self, *args)
 
     return type("WithoutWaits", (Transfers,), {method: call})
 
@@ -262,3 +268,108 @@ def test_what_is_copied_is_held_after_its_loader_was_dropped():
             assert time.monotonic() < limit
             time.sleep(0.001)
         device.finish()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("schedules"))
+    fields = {"x": "float32[64]", "label": "int64"}
+    layout = sl.Layout(chunk_size=1 << 12, block_size=1 << 12, samples_per_shard=64)
+    with sl.Writer(folder, fields, layout=layout, num_samples=200) as out:
+        for number in range(200):
+            out.write({"x": np.full(64, number, np.float32), "label": number})
+    return folder
+
+
+def train(url: str, seed: int, transfers: type[Transfers] = Transfers) -> None:
+    """Use the batches of a loader in three epochs, of which some end early, on streams that change."""
+    rng = Random(seed)
+    device, options = Device(rng), {"batch_size": 8, "seed": seed, "num_workers": 0}
+    plain, dataset = sl.StreamingDataset(url, **options), sl.StreamingDataset(url, **options, device="cpu")
+    dataset._transfers = transfers("cpu", rng.randint(1, 3), runtime=device)
+    streams = [device.current, device.new_stream()]
+    try:
+        for epoch in range(3):
+            plain.set_epoch(epoch)
+            dataset.set_epoch(epoch)
+            batches = iter(dataset)
+            for number, expected in enumerate(itertools.islice(plain, rng.choice((5, None)))):
+                with device.stream(streams[rng.random() < 0.2]):
+                    with device:
+                        batch = next(batches)
+                    for name, column in expected.items():
+                        device.check(batch[name], column.numpy().tobytes(), f"{name} of batch {number}")
+        del batch, batches
+        dataset.close()
+        device.finish()
+    finally:
+        dataset._transfers._held.clear()
+        dataset._transfers._lent.clear()
+    assert (device.lent, device.streams) == (0, 1)
+
+
+def test_no_schedule_breaks_a_batch_of_a_loader(url):
+    for seed in range(8):
+        train(url, seed)
+
+
+def test_a_batch_of_a_loader_breaks_if_its_buffer_is_released_early(url):
+    with pytest.raises(Violation, match="of batch"):
+        for seed in range(20):
+            train(url, seed, ReleasesEarly)
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+TENSORS = st.builds(
+    lambda dtype, shape: torch.arange(math.prod(shape)).reshape(shape).to(dtype),
+    st.sampled_from((torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool)),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+OTHERS = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.binary(max_size=3), st.builds(object))
+
+
+def containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy for containers of values."""
+    return st.one_of(
+        st.lists(values, max_size=3),
+        st.lists(values, max_size=3).map(tuple),
+        st.builds(Pair, values, values),
+        st.dictionaries(st.text(max_size=3), values, max_size=3),
+        st.dictionaries(st.text(max_size=3), values, max_size=3).map(OrderedDict),
+    )
+
+
+def same(got: Any, given: Any) -> bool:
+    """Return whether two values have the same structure, types, order and tensors, and else the same objects."""
+    if isinstance(given, torch.Tensor):
+        return got.dtype == given.dtype and got.shape == given.shape and torch.equal(got, given)
+    if type(got) is not type(given):
+        return False
+    if isinstance(given, dict):
+        return list(got) == list(given) and same(list(got.values()), list(given.values()))
+    if isinstance(given, list | tuple):
+        return len(got) == len(given) and all(map(same, got, given))
+    return got is given
+
+
+def test_nested_tensors_keep_their_lengths_and_their_ragged_dimension():
+    values, offsets = torch.arange(12.0), torch.tensor([0, 5, 12])
+    with_holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([3, 2]))
+    transposed = torch.nested.nested_tensor_from_jagged(values[:, None], offsets).transpose(1, 2)
+    for nested in (with_holes, transposed):
+        (got,) = sl.to_device([nested], "cpu")
+        assert got.dim() == nested.dim()
+        assert all(map(same, got.unbind(), nested.unbind()))
+        cast = to_cast_tensors({"x": torch.bfloat16}, {"x": nested})["x"]
+        assert cast.dtype == torch.bfloat16
+        assert all(map(same, cast.unbind(), nested.to(torch.bfloat16).unbind()))
+
+
+@given(batches=st.lists(st.recursive(TENSORS | OTHERS, containers, max_leaves=6), max_size=5), ahead=st.integers(1, 3))
+def test_to_device_keeps_structures_order_and_other_values(batches, ahead):
+    got = list(sl.to_device(iter(batches), "cpu", ahead=ahead))
+    assert len(got) == len(batches) and all(map(same, got, batches))

@@ -128,14 +128,17 @@ def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> Any:
 def mapped(function: Callable[[torch.Tensor, Any], Any], value: Any, name: Any = None) -> Any:
     """Return a nested value with `function(tensor, name)` in place of each tensor, and other values as they are.
 
-    `name`: the key of the outermost mapping. Mappings, sequences, named tuples and dataclasses keep their type, and
-    nested tensors of the jagged layout are their values and offsets.
+    `name`: the key of the outermost mapping. Mappings, sequences, named tuples and dataclasses keep their type. Nested
+    tensors of the jagged layout are their values, and offsets and lengths without a name.
     """
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout == torch.jagged:
             nested: Any = value
-            values, offsets = function(nested.values(), name), function(nested.offsets(), name)
-            return nested_type()(values, offsets)
+            options: dict[str, Any] = {} if nested._ragged_idx == 1 else {"_ragged_idx": nested._ragged_idx}
+            values, offsets = function(nested.values(), name), function(nested.offsets(), None)
+            if nested.lengths() is not None:
+                options["lengths"] = function(nested.lengths(), None)
+            return nested_type()(values, offsets, **options)
         return function(value, name)
     if isinstance(value, Mapping):
         items = {key: mapped(function, each, key if name is None else name) for key, each in value.items()}
