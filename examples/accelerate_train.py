@@ -1,9 +1,9 @@
-"""Trains with Hugging Face Accelerate, which prepares model and optimizer, and checkpoints them and the dataset.
+"""Trains with Hugging Face Accelerate, which prepares model, optimizer and dataset, and checkpoints them.
 
     torchrun --nproc-per-node=2 examples/accelerate_train.py s3://my-bucket/photos --epochs 3
 
-Do not pass the dataset or a DataLoader of it to `accelerator.prepare`, which would split the batches between ranks
-again and lose samples. You can stop the script at any time and start it again, with any number of ranks that
+Pass the dataset to `accelerator.prepare`, not a DataLoader of it, whose batches it would split between ranks again, so
+that samples were lost. You can stop the script at any time and start it again, with any number of ranks that
 divides the batch: it resumes after the last checkpoint.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
         arguments.url, split="train", batch_size=GLOBAL_BATCH // ranks, decode=DECODE, with_index=True
     )
     model = network()
-    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
     progress = Progress()
     accelerator.register_for_checkpointing(data, progress)
     saved = sorted(arguments.checkpoints.glob("step-*[0-9]"))

@@ -155,5 +155,14 @@ def test_columns_that_only_the_data_tell_are_unknown(path):
     for options, shown in (({"transform": dict}, "transform="), ({"collate": list}, "collate=")):
         with pytest.raises(UsageError, match=shown):
             batch_columns(sl.NumpyDataset(path, batch_size=4, **options))
-    with pytest.raises(UsageError, match="single samples"):
-        batch_columns(sl.NumpyDataset(path, batch_size=None))
+
+
+@pytest.mark.parametrize("export", [sl.jax_batches, sl.tf_dataset])
+def test_single_samples_and_batches_on_a_device_are_not_given_to_a_framework(export, path):
+    for options, shown in (
+        ({"batch_size": None}, "single samples"),
+        ({"device": "cpu"}, "device="),
+        ({"cast": "bfloat16"}, "cast="),
+    ):
+        with pytest.raises(UsageError, match=shown):
+            export(sl.StreamingDataset(path, **{"batch_size": 4, "fields": ["half"], **options}))

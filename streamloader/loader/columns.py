@@ -21,15 +21,26 @@ if TYPE_CHECKING:
 Column = tuple[str, tuple[int | None, ...]]
 
 
+def check_exported(loader: Loader, name: str) -> None:
+    """Raise `UsageError` unless a loader yields batches on the host, which the function `name` gives to a framework."""
+    given = loader._options
+    if given.batch_size is None:
+        raise UsageError(f"{name}() with batch_size=None, which yields single samples", "give the batch_size of a rank")
+    by_torch = {"device=": given.device, "cast=": given.cast, "normalize= by channel": loader._channels or None}
+    for option, value in by_torch.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}() of a dataset with {option}", "leave it out: torch copies, casts or computes by it"
+            )
+
+
 def batch_columns(loader: Loader) -> dict[str, Column | None]:
     """Return the columns of the loader's batches by name, None for those that only the data tell.
 
     These are nested tensors, lists of arrays, documents that are packed batch by batch, and boxes and key points that
-    move with their images. Raises `UsageError` for single samples, and for a function that makes the columns.
+    move with their images. Raises `UsageError` for a function that makes the columns.
     """
     given, config = loader._options, loader._config
-    if given.batch_size is None:
-        raise UsageError("batch_size=None, which yields single samples", "give the batch_size of each rank")
     if config.transform is not None or config.collate is not None:
         what = "transform=" if config.transform is not None else "collate="
         raise UsageError(f"{what} makes columns that are not known before it is called", "give element_spec=")

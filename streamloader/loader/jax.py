@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import UsageError, WorldError
 from streamloader.loader.base import Loader
-from streamloader.loader.columns import batch_columns
+from streamloader.loader.columns import batch_columns, check_exported
 from streamloader.order.schedule import World
 from streamloader.storage.optional import need
 
@@ -33,9 +33,8 @@ def jax_batches(dataset: Loader, *, sharding: Any = None) -> Iterator[dict[str, 
     counts the batches that were returned. Raises `UsageError` if a column cannot be a global array, since its first
     axis does not count samples, or since its size may differ between ranks.
     """
+    check_exported(dataset, "jax_batches")
     jax, given = need("jax"), dataset._options
-    if given.batch_size is None:
-        raise UsageError("jax_batches() with batch_size=None", "give the batch_size of each rank to the dataset")
     if sharding is None:
         return map(partial(_placed, jax), dataset)
     if given.remainder == "uneven" or given.max_tokens is not None:

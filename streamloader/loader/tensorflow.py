@@ -9,7 +9,7 @@ import numpy as np
 
 from streamloader.errors import UsageError
 from streamloader.loader.base import Loader
-from streamloader.loader.columns import batch_columns
+from streamloader.loader.columns import batch_columns, check_exported
 from streamloader.storage.optional import need
 
 
@@ -24,6 +24,7 @@ def tf_dataset(dataset: Loader, *, element_spec: Mapping[str, Any] | None = None
     Each iteration is a pass, so the next one has the next epoch. The dataset's `state_dict()` counts the batches that
     TensorFlow has taken: those after `.prefetch()` too. Raises `UsageError` for a column that needs `element_spec`.
     """
+    check_exported(dataset, "tf_dataset")
     tf = need("tensorflow", "tensorflow-cpu")
     spec = element_spec or {name: _spec(tf, name, column) for name, column in batch_columns(dataset).items()}
 

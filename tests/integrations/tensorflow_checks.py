@@ -65,18 +65,16 @@ def test_the_state_counts_the_batches_that_were_taken(data):
 def test_tensors_share_the_memory_of_the_loader_and_keep_their_values(data):
     url, places = data(400), []
     options: dict[str, Any] = {"batch_size": 16, "fields": ["x"], "with_index": True, "memory": "2MB", "num_workers": 0}
-    dataset = sl.NumpyDataset(url, **options)
 
-    class Noting:
+    class Noting(sl.NumpyDataset):
         """Notes where the arrays of batches are."""
 
         def __iter__(self) -> Any:
-            for batch in dataset:
+            for batch in super().__iter__():
                 places.append(batch["x"].ctypes.data)
                 yield batch
 
-    spec = sl.tf_dataset(dataset).element_spec
-    kept = list(sl.tf_dataset(Noting(), element_spec=spec))
+    kept = list(sl.tf_dataset(Noting(url, **options)))
     views = [torch.from_dlpack(tf.experimental.dlpack.to_dlpack(element["x"])) for element in kept]
     shared = [view.data_ptr() == place for view, place in zip(views, places, strict=True)]
     assert all(shared), shared

@@ -2,8 +2,11 @@
 
 import pytest
 from test_docs import HEAVY, check, photos, reader  # noqa: F401 - two fixtures
+from test_worlds import AS_ROOT
 
 
 @pytest.mark.parametrize("page", HEAVY, ids=lambda page: page.stem)
-def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):  # noqa: F811 - the fixture
+def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader, monkeypatch):  # noqa: F811 - the fixture
+    for name, value in AS_ROOT.items():
+        monkeypatch.setenv(name, value)
     check(page, reader)
