@@ -142,10 +142,11 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     folder, that gets a line of JSON for each. `stall_seconds`: a longer wait for a batch is logged, with its cause.
     `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
     `device`: batches are returned on this device, "cuda" or "cuda:1", where they are copied before they are asked for,
-    from page-locked memory, on a stream of the loader's. Images travel as uint8, and are normalised there. The current
-    stream of the thread that iterates can use a batch at once. `ahead`: while training has a batch, at most so many
-    are on the device beside it. `cast`: the dtype of columns of floating-point values, such as "bfloat16", or a dict of
-    these by column. `graph_buffers`: batches are copied to the same tensors each time, for CUDA graphs.
+    from page-locked memory, on a stream of the loader's; by default that of `Decode(device=)`, if it is given, which
+    decodes there. Images travel as uint8, and are normalised there. The current stream of the thread that iterates can
+    use a batch at once. `ahead`: while training has a batch, at most so many are on the device beside it. `cast`: the
+    dtype of columns of floating-point values, such as "bfloat16", or a dict of these by column. `graph_buffers`:
+    batches are copied to the same tensors each time, for CUDA graphs.
     `storage_options`: passed to fsspec.
 
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
