@@ -343,7 +343,7 @@ def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
 
 
 SLOW = """
-import atexit, sys, time
+import atexit, sys, threading, time
 inside = 0
 
 def slow(call):
@@ -360,13 +360,18 @@ atexit.register(lambda: print(inside))  # called last
 import cv2, streamloader as sl
 transform = slow(dict) if sys.argv[2] == "transform" else None
 cv2.resize = slow(cv2.resize) if transform is None else cv2.resize
-ds = sl.StreamingDataset(sys.argv[1], batch_size=32, decode=sl.Decode(size=(5, 5)), transform=transform)
-batches = iter(ds)
+decode = sl.Decode(size=(5, 5))
+if sys.argv[2] == "bench":
+    from streamloader.measure.ceiling import image_ceiling
+    threading.Thread(target=image_ceiling, args=(sys.argv[1], None, "image", decode), daemon=True).start()
+else:
+    ds = sl.StreamingDataset(sys.argv[1], batch_size=32, decode=decode, transform=transform)
+    batches = iter(ds)
 while not inside:
     time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize("work", ["decode", "transform"])
+@pytest.mark.parametrize("work", ["decode", "transform", "bench"])
 def test_the_end_of_a_script_waits_for_the_sample_in_hand_and_not_for_its_batch(folder, work):
     assert run_python("-c", SLOW, folder / "jpeg", work).stdout == "0\n"

@@ -23,7 +23,7 @@ from streamloader.loader.arguments import Source, open_dataset
 from streamloader.options import MIB, Decode
 from streamloader.order.epoch_order import permute
 from streamloader.stats import Counters, quotient
-from streamloader.storage.process import cpu_count, run_all
+from streamloader.storage.process import cpu_count, finished_before_exit, run_all
 
 IN_FLIGHT = 16
 MANY_PASSES = 10**9  # until the time is over
@@ -161,11 +161,13 @@ def image_ceiling(
 
     def decode_images(index: int) -> None:
         out = None if size is None else np.empty((*size, decoder.options.channels), decoder.dtype)
-        while index < len(images) or tally.seconds < seconds:
-            sample, data = images[index % len(images)]
-            decoder.decode(data, sample, out, draws[index % len(images)])
-            tally.add(1, len(data))
-            index += threads
+        with finished_before_exit() as stop_if_ending:  # OpenCV must not end with the interpreter, after Ctrl-C
+            while index < len(images) or tally.seconds < seconds:
+                stop_if_ending()
+                sample, data = images[index % len(images)]
+                decoder.decode(data, sample, out, draws[index % len(images)])
+                tally.add(1, len(data))
+                index += threads
 
     run_all(decode_images, range(threads) if images else (), threads)
     return replace(tally.ceiling("image decode"), requests=0)
