@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import PackedSequence
 
 from streamloader.errors import UsageError
 from streamloader.pytorch.tensors import nested_type, to_tensors
@@ -132,29 +134,35 @@ def mapped(function: Callable[[torch.Tensor, Any], Any], value: Any, name: Any =
     tensors of the jagged layout are their values, and offsets and lengths without a name.
     """
     if isinstance(value, torch.Tensor):
-        if value.is_nested and value.layout == torch.jagged:
-            nested: Any = value
-            options: dict[str, Any] = {} if nested._ragged_idx == 1 else {"_ragged_idx": nested._ragged_idx}
-            values, offsets = function(nested.values(), name), function(nested.offsets(), None)
-            if nested.lengths() is not None:
-                options["lengths"] = function(nested.lengths(), None)
-            return nested_type()(values, offsets, **options)
-        return function(value, name)
+        jagged = value.is_nested and value.layout == torch.jagged
+        return _mapped_nested(function, value, name) if jagged else function(value, name)
     if isinstance(value, Mapping):
-        items = {key: mapped(function, each, key if name is None else name) for key, each in value.items()}
-        whole: Any = items if type(value) is dict else copy(value)
-        if whole is not items:
+        whole: Any = {key: mapped(function, each, key if name is None else name) for key, each in value.items()}
+        if type(value) is not dict:
+            items, whole = whole, copy(value)
             whole.update(items)
         return whole
-    if isinstance(value, tuple | list):
-        each = [mapped(function, item, name) for item in value]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, PackedSequence):  # its batch sizes stay on the CPU
+        names = "data", "sorted_indices", "unsorted_indices"
+        value = value._replace(**{each: mapped(function, getattr(value, each), name) for each in names})
+    elif isinstance(value, tuple | list):
+        items = [mapped(function, item, name) for item in value]
+        value = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type):
         whole = copy(value)
         for field in fields(value):
             object.__setattr__(whole, field.name, mapped(function, getattr(value, field.name), name))
         value = whole
     return value
+
+
+def _mapped_nested(function: Callable[[torch.Tensor, Any], Any], nested: Any, name: Any) -> torch.Tensor:
+    """Return `mapped` of a nested tensor of the jagged layout."""
+    options: dict[str, Any] = {} if nested._ragged_idx == 1 else {"_ragged_idx": nested._ragged_idx}
+    values, offsets = function(nested.values(), name), function(nested.offsets(), None)
+    if nested.lengths() is not None:
+        options["lengths"] = function(nested.lengths(), None)
+    return nested_type()(values, offsets, **options)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -397,9 +405,13 @@ class Transfers:
 
 def _release(held: deque[tuple[Any, Any]], most: int = 1 << 30) -> None:
     """Let go of memory whose event has completed, and wait for the oldest ones until fewer than `most` are left."""
-    while held and (len(held) >= most or held[0][0].query()):
-        held[0][0].synchronize()
-        held.popleft()
+    while held:
+        with suppress(IndexError, ValueError):  # another thread lets go of memory too, as `close` may
+            first = held[0]
+            if len(held) < most and not first[0].query():
+                return
+            first[0].synchronize()
+            held.remove(first)
 
 
 def _end(device: torch.device, *held: deque[tuple[Any, Any]]) -> None:
