@@ -390,6 +390,17 @@ def test_nested_tensors_keep_their_lengths_and_their_ragged_dimension():
         assert all(map(same, cast.unbind(), nested.to(torch.bfloat16).unbind()))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_training_can_use_batches_that_were_sent_in_inference_mode(graph):
+    batches = iter(Transfers("cpu", 2, iterable=(torch.ones(3) for _ in range(3)), graph=graph))
+    with torch.inference_mode():
+        next(batches)
+    weight = torch.ones(3, requires_grad=True)
+    for batch in batches:
+        (weight * batch).sum().backward()
+    assert weight.grad.tolist() == [2.0] * 3
+
+
 def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu():
     packed = pack_sequence([torch.arange(2), torch.arange(3)], enforce_sorted=False)
     (got,) = sl.to_device([packed], "cpu")

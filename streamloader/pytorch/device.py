@@ -263,7 +263,7 @@ class Transfers:
         _release(self._lent)
         found = _tensors(batch)
         consumer = runtime.current_stream()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # training may use what is sent in an evaluation
             pairs, made = self._allocate(found)
             allocated, copied = runtime.Event(), runtime.Event()
             allocated.record(consumer)
@@ -275,8 +275,8 @@ class Transfers:
                         runtime.copy(out, source)
             finally:
                 copied.record(self._copies)
-        placed = iter(made)
-        return mapped(lambda *_: next(placed), batch), consumer, copied, masked
+            placed = iter(made)
+            return mapped(lambda *_: next(placed), batch), consumer, copied, masked
 
     def _allocate(self, found: Sequence[torch.Tensor]) -> tuple[list[tuple[Any, Any]], list[Any]]:
         """Return memory of the device with what is copied to it, and for each tensor that on the device."""
@@ -313,7 +313,7 @@ class Transfers:
         self._note_wait(consumer)
         used: list[torch.Tensor] = []  # on this stream, beside the tensors that are returned
         finish = partial(self._finished, foreign=owner != consumer, masked=masked, used=used)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             batch = mapped(finish, batch)
             if self._graph:
                 batch = self._in_place(batch, consumer)
