@@ -22,7 +22,16 @@ from streamloader.pytorch import device as device_module
 from streamloader.pytorch.device import Transfers, to_cast_tensors
 
 SCHEDULES = 10_000
+CAST = {"a": torch.float64}
 AFFINE = {"c": (np.full(1, 2, np.float32), np.full(1, 1, np.float32))}
+
+
+class OnDouble(Transfers):
+    """Transfers whose runtime is a double, which also queues what is computed of memory of the device."""
+
+    def receive(self, sent: Any) -> Any:
+        with self._runtime:
+            return super().receive(sent)
 
 
 class SourceError(Exception):
@@ -32,15 +41,16 @@ class SourceError(Exception):
 class Training:
     """A loop that gets batches on streams that change, uses and keeps them, and allocates memory of its own."""
 
-    def __init__(self, seed: int, transfers: type[Transfers] = Transfers, **options: Any) -> None:
+    def __init__(self, seed: int, transfers: type[Transfers] = OnDouble, **options: Any) -> None:
         self.rng = rng = Random(seed)
         self.device = Device(rng)
         chosen = {
             "ahead": rng.randint(1, 3),
             "affine": AFFINE if rng.random() < 0.3 else None,
+            "cast": CAST if rng.random() < 0.3 else None,
             "graph": rng.random() < 0.2,
         } | options
-        self.affine, self.graph = chosen["affine"], chosen["graph"]
+        self.affine, self.cast, self.graph = chosen["affine"], chosen["cast"], chosen["graph"]
         self.transfers = transfers("cpu", iterable=self, runtime=self.device, **chosen)
         self.streams = [self.device.current, *(self.device.new_stream() for _ in range(rng.choice((0, 0, 1, 2))))]
         self.keeps = 0.0 if self.graph else rng.choice((0.0, 0.3))
@@ -53,6 +63,9 @@ class Training:
                 self.run_epoch(epoch)
             self.kept.clear()
             self.transfers.close()
+            for stream in self.streams:  # which may get memory that was let go
+                with self.device.stream(stream):
+                    self.device.fill(self.device.empty(2), bytes(16))
             self.device.finish()
         finally:  # what a violation leaves there would be waited for
             self.transfers._held.clear()
@@ -83,8 +96,7 @@ class Training:
         epoch, count, fails = self.epoch
         name = f"batch {number} of epoch {epoch}"
         try:
-            with self.device:
-                batch = next(batches, None)
+            batch = next(batches, None)
         except SourceError as error:
             if error.args != (fails,) or number != fails or next(batches, None) is not None:
                 raise Violation(f"{error!r} in the place of {name}") from None
@@ -106,6 +118,8 @@ class Training:
         stream = self.device.current_stream()
         for column in "abc":
             value = content(self.epoch[0], number, column)
+            if column == "a" and self.cast:
+                value = np.frombuffer(value, np.int64).astype(np.float64).tobytes()
             if column == "c" and self.affine:
                 value = (np.frombuffer(value, np.uint8) * 2.0 + 1).astype(np.float32).tobytes()
             self.device.check(batch[column], value, name)
@@ -166,18 +180,18 @@ def without_waits(method: str) -> type[Transfers]:
     def call(self: Any, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Stream, "wait_event", lambda *_: None)
-            return getattr(Transfers, method)(self, *args)
+            return getattr(OnDouble, method)(self, *args)
 
-    return type("WithoutWaits", (Transfers,), {method: call})
+    return type("WithoutWaits", (OnDouble,), {method: call})
 
 
-class ReleasesEarly(Transfers):
+class ReleasesEarly(OnDouble):
     def send(self, *args: Any) -> Any:
         self._held.clear()
         return super().send(*args)
 
 
-class LosesErrors(Transfers):
+class LosesErrors(OnDouble):
     """Gives the batch before again, where the source raises."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -189,7 +203,7 @@ class LosesErrors(Transfers):
             yield batch
 
 
-class TakesFirstStream(Transfers):
+class TakesFirstStream(OnDouble):
     """Takes the stream that was current first for the consumer's."""
 
     def __init__(self, *args: Any, runtime: Device, **given: Any) -> None:
@@ -198,7 +212,7 @@ class TakesFirstStream(Transfers):
         super().__init__(*args, runtime=runtime, **given)
 
 
-class ForgetsEpochs(Transfers):
+class ForgetsEpochs(OnDouble):
     """Lets go of what is being copied, where an epoch begins."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -236,13 +250,12 @@ def test_no_interrupted_copy_writes_to_memory_that_others_got():
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_loop_holds_few_batches_and_all_its_epochs_share_a_stream_and_blocks(ahead):
-    training = Training(0, ahead=ahead, affine=None, graph=False)
+    training = Training(0, ahead=ahead, affine=None, cast=None, graph=False)
     device, transfers = training.device, training.transfers
     for epoch in range(20):
         training.epoch, batches = (epoch, 8, None), iter(transfers)
         for number in range(3 if epoch % 2 else 8):  # leaves some epochs early
-            with device:
-                batch = next(batches)
+            batch = next(batches)
             for column in "abc":
                 device.check(batch[column], content(epoch, number, column), f"batch {number} of epoch {epoch}")
     most = 2 * (ahead + 1)  # two columns of a batch are copied together, one by itself
@@ -261,8 +274,7 @@ def test_what_is_copied_is_held_after_its_loader_was_dropped():
         training = Training(seed)
         training.epoch, device = (0, 5, None), training.device
         batches = iter(training.transfers)
-        with device:
-            next(batches)
+        next(batches)
         training.transfers = None
         del batches  # a thread waits for the copies, and lets go of the memory
         limit = time.monotonic() + 60
@@ -302,7 +314,7 @@ def url(tmp_path_factory):
     return folder
 
 
-def train(url: str, seed: int, transfers: type[Transfers] = Transfers) -> None:
+def train(url: str, seed: int, transfers: type[Transfers] = OnDouble) -> None:
     """Use the batches of a loader in three epochs, of which some end early, on streams that change."""
     rng = Random(seed)
     device, options = Device(rng), {"batch_size": 8, "seed": seed, "num_workers": 0}
@@ -316,8 +328,7 @@ def train(url: str, seed: int, transfers: type[Transfers] = Transfers) -> None:
             batches = iter(dataset)
             for number, expected in enumerate(itertools.islice(plain, rng.choice((5, None)))):
                 with device.stream(streams[rng.random() < 0.2]):
-                    with device:
-                        batch = next(batches)
+                    batch = next(batches)
                     for name, column in expected.items():
                         device.check(batch[name], column.numpy().tobytes(), f"{name} of batch {number}")
         del batch, batches

@@ -249,9 +249,13 @@ class Transfers:
 
     def close(self) -> None:
         """Wait until nothing is being copied, and let go of the memory."""
+        if self._fixed:  # the stream that got the last batch may still read it
+            ended = self._runtime.Event()
+            ended.record(self._last)
+            self._lent.append((ended, self._fixed))
+            self._fixed = []
         for held in (self._held, self._lent):
             _release(held, 1)
-        self._fixed = []
 
     def send(self, batch: Any, masked: Sequence[int] = ()) -> Any:
         """Begin to copy a batch; return what `receive` takes. Waits while `ahead` others are being copied.
