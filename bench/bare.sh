@@ -8,6 +8,8 @@
 set -eu
 folder=${1:?a folder to collect in} version=${2:-3.12}
 cd "$(dirname "$0")/.."
+python=.venv/bin/python  # of `make install`
+[ -x "$python" ] || python=python3
 mkdir -p "$folder/wheels" "$folder/debs"
 folder=$(cd "$folder" && pwd)
 
@@ -17,7 +19,7 @@ platforms=$(for n in 35 34 28 27 24 17; do printf -- '--platform manylinux_2_%s_
 for name in $packages; do
     pinned=$(grep -i "^$name==" constraints.txt | head -n 1 | cut -d ';' -f 1 || true)
     # shellcheck disable=SC2086
-    python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$version" \
+    $python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$version" \
         --implementation cp $platforms --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
         --dest "$folder/wheels" "${pinned:-$name}"
 done
@@ -26,7 +28,7 @@ done
 for package in "$folder"/debs/*.deb; do dpkg -x "$package" "$folder/nginx"; done
 rm -r "$folder/debs"
 
-python3 - "$folder/photos" <<'PYTHON'
+$python - "$folder/photos" <<'PYTHON'
 import sys
 from pathlib import Path
 
@@ -42,7 +44,7 @@ for path in sorted(folder.rglob("*"), reverse=True):  # of the wheel, the pictur
 PYTHON
 
 # the C extensions work with each Python from 3.11 on; without them the loader does the same in Python
-python3 setup.py -q build_ext --build-lib "$folder/lib" --build-temp "$folder/temp"
+$python setup.py -q build_ext --build-lib "$folder/lib" --build-temp "$folder/temp"
 rm -r "$folder/temp"
 
 cat > "$folder/env" <<'ENV'
