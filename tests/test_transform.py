@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conversions import Exported
 from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from worker_tasks import Counting
 from streamloader.engine.collate import collate
 from streamloader.engine.transform import rng_of, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
+from streamloader.loader.dataset import NumpyDataset
 from streamloader.pytorch.dataset import StreamingDataset
 
 pytestmark = pytest.mark.usefixtures("two_workers")
@@ -212,6 +214,18 @@ def test_without_a_batch_samples_of_any_sizes_and_keys_come_as_they_are(url):
     assert sorted(seen) == list(range(N))
     loader = DataLoader(ds, batch_size=8, collate_fn=lambda samples: samples)
     assert [len(samples) for samples in loader] == [8] * 25 + [3]
+
+
+@pytest.mark.parametrize("batch_size", [16, None])
+@pytest.mark.parametrize("kind", [StreamingDataset, NumpyDataset])
+def test_arrays_of_other_libraries_are_taken_by_dlpack(kind, batch_size, url):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"y": Exported(sample["x"] * 2), "label": sample["label"]}
+
+    options = {"batch_size": batch_size, "fields": ["x", "label"], "with_index": True, "num_workers": 0}
+    for got in kind(url, transform=transform, **options):
+        for i, row in zip(np.atleast_1d(got["index"]).tolist(), got["y"].reshape(-1, 300), strict=True):
+            np.testing.assert_array_equal(np.asarray(row), datasets.value("x", i) * 2)
 
 
 @pytest.mark.parametrize("batch_size", [16, None])

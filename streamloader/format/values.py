@@ -114,6 +114,8 @@ _MASKED = frozenset({np.ma.MaskedArray, type(np.ma.masked)})
 
 def as_array(value: Any) -> NDArray[Any]:
     """Return a value as an array, in which masked floats are NaN. Raises as numpy, and ValueError for others masked."""
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray) and (found := from_dlpack(value)) is not None:
+        return found
     kinds = leaves(value)[1] if isinstance(value, list | tuple) else frozenset[type]()
     array = np.asanyarray(value) if _MASKED.isdisjoint(kinds) else _stack_masked(value)
     if np.ma.is_masked(array):
@@ -121,6 +123,15 @@ def as_array(value: Any) -> NDArray[Any]:
             raise ValueError(f"elements of {array.dtype} are masked")
         array = np.ma.filled(array, np.nan)
     return np.asarray(array)
+
+
+def from_dlpack(value: Any) -> NDArray[Any] | None:
+    """Return the array of any library that has DLPack, from any device; None if it cannot be exported."""
+    value = value.detach() if hasattr(value, "detach") else value  # torch exports no tensor that requires a gradient
+    try:
+        return np.from_dlpack(value, device="cpu", copy=None)
+    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError):
+        return None  # an exporter older than DLPack 1.0, or an unsupported dtype
 
 
 def _stack_masked(value: Any) -> NDArray[Any]:

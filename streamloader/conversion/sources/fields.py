@@ -270,9 +270,8 @@ def _array(value: Any, where: str) -> NDArray[Any]:
     items, kinds = leaves(value) if isinstance(value, list | tuple) else ([], set())
     if any(issubclass(kind, str | bytes) for kind in kinds):  # numpy would allocate the longest length for each
         raise FieldError(f"{where} is a list that holds other values than numbers", _KINDS)
-    array = from_dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
     try:
-        array = as_array(value) if array is None else array
+        array = as_array(value)
     except (ValueError, TypeError) as error:
         raise FieldError(f"{where} is not an array: {error}", _KINDS) from None
     if changed := _changed_by_numpy(items, kinds, array):
@@ -319,15 +318,6 @@ def flatten(sample: Any) -> dict[str, Any]:
         else:
             out[str(key)] = value
     return out
-
-
-def from_dlpack(value: Any) -> NDArray[Any] | None:
-    """Return the array of any library that has DLPack, from any device; None if it cannot be exported."""
-    value = value.detach() if hasattr(value, "detach") else value  # torch exports no tensor that requires a gradient
-    try:
-        return np.from_dlpack(value, device="cpu", copy=None)
-    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError):
-        return None  # an exporter older than DLPack 1.0, or an unsupported dtype
 
 
 def choose(source: RowSource, selection: FieldSelection) -> RowSource:
