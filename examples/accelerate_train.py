@@ -44,13 +44,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/accelerate"))
+    parser.add_argument("--device", help="where the dataset returns batches, such as cuda, by default on the CPU")
     parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device, ranks = accelerator.device, accelerator.num_processes
     data = sl.StreamingDataset(
-        arguments.url, split="train", batch_size=GLOBAL_BATCH // ranks, decode=DECODE, with_index=True
+        arguments.url,
+        split="train",
+        batch_size=GLOBAL_BATCH // ranks,
+        decode=DECODE,
+        with_index=True,
+        device=arguments.device,
     )
     model = network()
     model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)

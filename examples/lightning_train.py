@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=-1, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/lightning"))
+    parser.add_argument("--device", help="where the dataset returns batches, such as cuda, by default on the CPU")
     parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
@@ -67,7 +68,12 @@ def main() -> None:
         enable_model_summary=False,
     )
     data = sl.StreamingDataset(
-        arguments.url, split="train", batch_size=GLOBAL_BATCH // trainer.world_size, decode=DECODE, with_index=True
+        arguments.url,
+        split="train",
+        batch_size=GLOBAL_BATCH // trainer.world_size,
+        decode=DECODE,
+        with_index=True,
+        device=arguments.device,
     )
     saved = sorted(arguments.checkpoints.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     trainer.fit(Classifier(data, arguments.step_log), data, ckpt_path=saved[-1] if saved else None)

@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=-1, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/transformers"))
+    parser.add_argument("--device", help="where the dataset returns batches, such as cuda, by default on the CPU")
     parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
@@ -99,7 +100,12 @@ def main() -> None:
         remove_unused_columns=False,
     )
     data = sl.StreamingDataset(
-        arguments.url, split="train", batch_size=GLOBAL_BATCH // options.world_size, decode=DECODE, with_index=True
+        arguments.url,
+        split="train",
+        batch_size=GLOBAL_BATCH // options.world_size,
+        decode=DECODE,
+        with_index=True,
+        device=arguments.device,
     )
     last = last_checkpoint(arguments.checkpoints)
     if last:
