@@ -73,6 +73,8 @@ class Training:
         held = self.device.lent, self.device.host_lent
         if held != (0, 0):
             raise Violation(f"{held} device blocks and host buffers are held after the end")
+        if self.device.streams != 1:
+            raise Violation(f"{self.device.streams} streams for copies: torch keeps memory for each of them")
         if len(self.addresses) > 1:
             raise Violation("batches for graphs have several addresses")
 
@@ -220,6 +222,12 @@ class ForgetsEpochs(OnDouble):
         return super().__iter__()
 
 
+class StreamPerEpoch(OnDouble):
+    def __iter__(self) -> Iterator[Any]:
+        self._copies = self._runtime.Stream()
+        return super().__iter__()
+
+
 PLANTED = {
     "missing wait of the consumer": without_waits("receive"),
     "missing wait of the copy": without_waits("send"),
@@ -227,6 +235,7 @@ PLANTED = {
     "lost error": LosesErrors,
     "wrong stream": TakesFirstStream,
     "reuse across epochs": ForgetsEpochs,
+    "a stream for each epoch": StreamPerEpoch,
 }
 
 
