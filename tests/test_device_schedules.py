@@ -1,11 +1,13 @@
 """The hand-over of batches to a device, under random schedules of its streams, on a double without a GPU."""
 
+import gc
 import itertools
 import math
 import struct
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import streamloader as sl
+from streamloader.errors import TransformError
 from streamloader.pytorch import device as device_module
 from streamloader.pytorch.device import Transfers, to_cast_tensors
 
@@ -291,6 +294,31 @@ def test_what_is_copied_is_held_after_its_loader_was_dropped():
             assert time.monotonic() < limit
             time.sleep(0.001)
         device.finish()
+
+
+@pytest.mark.parametrize("asked", [2, 3, 4])
+def test_an_error_of_a_later_batch_holds_no_memory_of_the_device(url, asked):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["label"] == 25:
+            raise ValueError("label 25")
+        return sample
+
+    device, options = Device(Random(0)), {"batch_size": 8, "shuffle": False, "num_workers": 0}
+    dataset = sl.StreamingDataset(url, **options, device="cpu", transform=transform)
+    dataset._transfers = OnDouble("cpu", 4, runtime=device)
+    batches = iter(dataset)
+    gc.disable()
+    try:
+        with suppress(TransformError):
+            for _ in range(asked):
+                next(batches)
+                time.sleep(0.1)  # until others, and the error, are finished
+        dataset.close()
+        del batches
+        device.finish()
+        assert device.lent == 0
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_let_go_before_its_copy_ended_while_another_thread_closes():

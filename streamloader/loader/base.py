@@ -189,7 +189,10 @@ class Pass(Iterator[Columns]):
         batch, unreported, step = self._waiting[0]
         if isinstance(batch, StreamloaderError):
             self._waiting.clear()
-            raise batch
+            try:
+                raise batch
+            finally:
+                del batch  # see `Pipeline._finish`
         if isinstance(batch, partial):
             batch = self._made(batch)
             self._waiting[0] = batch, unreported, step
@@ -208,7 +211,7 @@ class Pass(Iterator[Columns]):
                 try:
                     waiting.extend(self._converted(next(pipeline)))
                 except StreamloaderError as error:
-                    waiting.append((error, 0, None))
+                    waiting.append((error.with_traceback(None), 0, None))  # which would refer to `waiting`
             batch, unreported, step = waiting[number]
             if isinstance(batch, partial):
                 try:
