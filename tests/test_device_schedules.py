@@ -493,6 +493,16 @@ def test_training_can_use_batches_that_were_sent_in_inference_mode(graph):
     assert weight.grad.tolist() == [2.0] * 3
 
 
+def test_tensors_that_are_copied_together_are_changed_by_themselves():
+    parts = list(torch.unsafe_split_with_sizes(torch.ones(5), [2, 3]))
+    ((first, second),) = sl.to_device([parts], "cpu")
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * first).sum()
+    second.zero_()  # autograd would refuse it if both were views of one tensor
+    loss.backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
 def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu():
     packed = pack_sequence([torch.arange(2), torch.arange(3)], enforce_sorted=False)
     (got,) = sl.to_device([packed], "cpu")

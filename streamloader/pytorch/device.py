@@ -301,7 +301,8 @@ class Transfers:
             pairs.append((out, runtime.source(first if out.stride() == first.stride() else first.contiguous())))
             if len(tensors) > 1:
                 for number, each in zip(numbers, tensors, strict=True):
-                    made[number] = out.as_strided(each.size(), each.stride(), each.storage_offset() - start)
+                    part = out.as_strided(each.size(), each.stride(), each.storage_offset() - start)
+                    made[number] = part.data  # no view for autograd, which would forbid to change one of them in place
             else:
                 made[numbers[0]] = out
         return pairs, made
