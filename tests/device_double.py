@@ -146,6 +146,8 @@ class Device(TorchDispatchMode):
 
     def empty_like(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory that belongs to the current stream."""
+        if not like.nbytes:
+            return torch.empty(like.shape, dtype=like.dtype)
         self.pass_time()
         memory, free = self._block(like.nbytes)
 
