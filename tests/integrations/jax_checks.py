@@ -129,6 +129,7 @@ def test_two_processes_make_the_global_batches_in_order(data, tmp_path):
     }
     assert found[0]["sum"] == found[1]["sum"] == int(joined["wide"][-1].sum())
     for number, rank in enumerate(found):
+        assert rank["held"] == [batches_of(url)[0]["wide"].tolist()] * 2
         assert f"and rank {1 - number} of 2 has 8 from {8 - 8 * number} on" in rank["error"]
         assert [batch["name"] for batch in rank["batches"]] == [batch["name"] for batch in ranks_own[number]]
         for name, expected in joined.items():

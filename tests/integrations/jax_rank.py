@@ -27,10 +27,14 @@ def main() -> None:
         }
         found.append({name: value.tolist() for name, value in whole.items()} | {"name": batch["name"]})
     total = jax.jit(lambda array: array.sum())(batch["wide"])  # a computation over the devices of all processes
+    # every device has all rows, so both processes have the same rank
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    same = next(sl.jax_batches(sl.NumpyDataset(url, world=(0, 1), **given), sharding=replicated))["wide"]
+    held = [np.asarray(shard.data).tolist() for shard in same.addressable_shards]
     try:
         next(sl.jax_batches(sl.NumpyDataset(url, world=(1 - world[0], 2), **given), sharding=sharding))
     except WorldError as error:
-        print(json.dumps({"batches": found, "sum": int(total), "error": str(error)}))
+        print(json.dumps({"batches": found, "sum": int(total), "error": str(error), "held": held}))
 
 
 if __name__ == "__main__":
