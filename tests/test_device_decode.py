@@ -25,6 +25,7 @@ from test_crop import NOISE, as_jpeg
 from test_targets import N as PICTURES
 from test_targets import pictures
 from torch.utils.data import DataLoader
+from torchrun import run_python
 
 import streamloader as sl
 from streamloader.errors import DecodeError, StateError, UsageError
@@ -418,3 +419,24 @@ def test_one_call_of_torchvision_decodes_a_part_on_a_stream_that_is_complete(mod
     made = images._decode_by_nvjpeg(stream, files, device, channels)
     assert [tuple(each.shape) for each in made] == [(channels, *NOISE.shape[:2])] * 3
     assert calls == ["complete", ("RGB" if mode == "RGB" else "GRAY", device, 3)]
+
+
+LEAVING = """
+import sys
+import streamloader as sl
+
+decode = sl.Decode(size=(128, 128), crop="random", normalize="imagenet", device="cpu")
+dataset = sl.StreamingDataset(sys.argv[1], batch_size=64, decode=decode, seed=7)
+images = next(iter(dataset))["image"]
+print("left")
+"""
+
+
+def test_a_script_may_end_while_threads_of_the_loader_have_tensors(tmp_path):
+    smooth = (np.add.outer(np.arange(150), np.arange(160)) % 256).astype(np.uint8)[:, :, None] * np.ones(3, np.uint8)
+    with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg"}) as out:
+        for _ in range(300):
+            out.write({"image": as_jpeg(smooth)})
+    for _ in range(2):  # one of them aborts, as a rule, if the end does not wait
+        done = run_python("-c", LEAVING, tmp_path / "d")
+        assert (done.stdout, done.stderr) == ("left\n", "")

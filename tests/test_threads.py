@@ -144,7 +144,7 @@ def test_no_more_threads_start_than_may_run_and_a_thread_runs_next_what_its_func
     order: list[int] = []
     with ThreadPoolExecutor(8) as submitters:
         list(submitters.map(lambda _: threads.run(lambda: gate.wait(300)), range(50)))
-    assert len(threads._threads) == 3
+    assert len(threads.threads) == 3
     gate.set()
     alone, begun, over = Threads("one", 1, raised.append), threading.Event(), threading.Event()
 

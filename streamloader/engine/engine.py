@@ -28,7 +28,7 @@ from typing import Any
 
 from streamloader.engine.budget import READY_BATCHES, Budget, Demand, allot, allowance
 from streamloader.engine.dataset import Dataset, index_bytes, load_field, plans, rows_of, share_readers
-from streamloader.engine.executor import Executor, Threads
+from streamloader.engine.executor import Executor, Threads, close_all
 from streamloader.engine.fetcher import Fetcher, sleeper
 from streamloader.engine.memory import KEY_BYTES, Memory, residence_of
 from streamloader.engine.pace import FIRST, Hedging, Pace
@@ -368,7 +368,7 @@ class Planner:
 
 def _close(core: Assembler, threads: Threads) -> None:
     core.close()
-    threads.close()
+    close_all(threads)
 
 
 class Pipeline:

@@ -28,7 +28,7 @@ from streamloader.engine.arena import Arena
 from streamloader.engine.messages import Callback, Shared, dump, dump_call, dump_shared, load, receive, refer_to, share
 from streamloader.engine.workers import Pool
 from streamloader.errors import EngineError
-from streamloader.storage.process import PerProcess, finalize, take
+from streamloader.storage.process import PerProcess, finalize, join_at_exit, take
 
 Result = TypeVar("Result")
 Workers = int | Literal["auto"]
@@ -99,7 +99,7 @@ class Threads:
     def __init__(self, name: str, count: int, on_error: OnError, arena: Arena | None = None) -> None:
         self._name, self.count, self._on_error, self._arena = name, count, on_error, arena
         self._queue: SimpleQueue[tuple[Callable[[], object], OnError] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
         self._starting = threading.RLock()
         self._closed = False
@@ -115,10 +115,10 @@ class Threads:
             mine.append((function, self._on_error))
             return
         with self._starting:
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self.count:
-                name = f"streamloader-{self._name}-{len(self._threads)}"
+            if not self._idle.acquire(blocking=False) and len(self.threads) < self.count:
+                name = f"streamloader-{self._name}-{len(self.threads)}"
                 thread = threading.Thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
-                self._threads.append(thread)
+                self.threads.append(thread)
                 thread.start()
         self._queue.put((function, self._on_error))
         if self._closed:
@@ -145,15 +145,22 @@ class Threads:
         with suppress(Empty):
             while True:
                 self._queue.get_nowait()
-        for _ in self._threads:
+        for _ in self.threads:
             self._queue.put(None)
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for each thread; return whether all have ended."""
-        for thread in self._threads:
+        for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in self.threads)
+
+
+def close_all(*each: Threads) -> None:
+    """Close threads: a finalizer, see `join_at_exit`."""
+    for threads in each:
+        threads.close()
+    join_at_exit([thread for threads in each for thread in threads.threads])
 
 
 OnError = Callable[[BaseException], object]

@@ -35,7 +35,7 @@ from streamloader.engine.collate import (
     padded_sizes,
     place,
 )
-from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers
+from streamloader.engine.executor import Calls, Executor, Job, OnError, Threads, Workers, close_all
 from streamloader.engine.faults import Fault, detached, empty_like, fill, fill_samples, replacements
 from streamloader.engine.gather import Copy, copy_all, part_of
 from streamloader.engine.memory import Memory, Residence
@@ -338,7 +338,7 @@ class Stages:
         in_workers = not alone or self._shared_collate is not None
         self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
         wait_at_exit()  # for OpenCV and native code of a transform
-        finalize(self, _close, [each for each in (self._decoding, self._here) if isinstance(each, Threads)])
+        finalize(self, close_all, *(each for each in (self._decoding, self._here) if isinstance(each, Threads)))
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
         """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.
@@ -914,11 +914,6 @@ def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..
         return dict(zip((name, f"{name}_valid"), move(column, crops), strict=True))
     values, valid = move(column.values, np.repeat(crops, np.diff(column.offsets), axis=0))
     return {name: Ragged(values, column.offsets), f"{name}_valid": Ragged(valid, column.offsets)}
-
-
-def _close(here: Sequence[Threads]) -> None:
-    for threads in here:
-        threads.close()
 
 
 def _divide(count: int, parts: int) -> list[range]:

@@ -165,6 +165,7 @@ def forked_after_obstore() -> bool:
     return True
 
 
+DROP_SECONDS = 2.0
 EXIT_SECONDS = 10.0  # that the end of the interpreter waits for calls in other threads
 
 
@@ -173,6 +174,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.changed, self.running, self.ending = threading.Condition(), 0, False
+        self.stopped: set[threading.Thread] = set()  # which do nothing any more
         self._owner = Owner("calls")
         atexit.register(self._finish)
 
@@ -181,6 +183,7 @@ class _Calls:
         if self.ending and threading.current_thread().daemon:
             with self.changed:
                 self.running -= 1
+                self.stopped.add(threading.current_thread())
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: False)  # the end of the process
 
@@ -206,6 +209,18 @@ _CALLS: PerProcess[_Calls] = PerProcess()
 def wait_at_exit() -> _Calls:
     """Let the end of this process wait for `finished_before_exit`, also if the first such block begins during it."""
     return _CALLS.get(_Calls)
+
+
+def join_at_exit(threads: Iterable[threading.Thread]) -> None:
+    """At the end of the interpreter wait for up to `DROP_SECONDS` until threads have ended, and hold nothing.
+
+    To free a tensor of torch takes the interpreter's lock, without which a thread aborts the process. Does nothing in
+    another thread than the main one, where `finalize` calls for objects that were deleted.
+    """
+    if threading.current_thread() is threading.main_thread():
+        stopped, until = wait_at_exit().stopped, time.monotonic() + DROP_SECONDS
+        while time.monotonic() < until and any(each.is_alive() and each not in stopped for each in threads):
+            time.sleep(0.001)
 
 
 @contextmanager
