@@ -48,7 +48,7 @@ Cast = torch.dtype | Mapping[str, torch.dtype] | None
 
 
 def choose_device(given: Any) -> torch.device:
-    """Return the device of `device=`. Raises `UsageError` if there is none, or if it has no streams."""
+    """Return the device of `device=`. Raises `UsageError` if there is none, or if it is neither CUDA nor the CPU."""
     try:
         device = torch.device(given)
         module = torch.get_device_module(device)
@@ -59,8 +59,8 @@ def choose_device(given: Any) -> torch.device:
     except (RuntimeError, TypeError, AttributeError) as error:
         problem = f"device={given!r:.60}: {str(error).partition(chr(10))[0]}"
         raise UsageError(problem, "give 'cuda', 'cuda:0' or 'cpu', or leave it out") from error
-    if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
-        raise UsageError(f"device={given!r:.60} has no streams", "copy each batch with tensor.to(device)")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device={given!r:.60} is neither CUDA nor the CPU", "copy each batch with tensor.to(device)")
     return device
 
 
@@ -120,6 +120,8 @@ def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> Any:
     with torch.cuda.device(device):
         refused = int(runtime.cudaHostRegister(start, memory.nbytes, PORTABLE))
     if refused:
+        with suppress(RuntimeError):  # the next kernel of this thread would raise this error
+            torch.ones(1, device=device)
         return None
     # Unlocked before its pages return to the system: the callback that was added last is called first. It runs no
     # Python code, since what a signal handler raises there would be lost.
