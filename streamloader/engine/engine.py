@@ -385,7 +385,7 @@ class Pipeline:
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False
-        self.completed = False
+        self.completed, self.counters = False, core.counters
 
     def __next__(self) -> Batch:
         """Return the next batch. Raises its error, StopIteration after the last, `EngineError` if closed or failed."""
@@ -411,9 +411,12 @@ class Pipeline:
             self.close()
             raise
         self._next = None
-        samples = len(batch.plan.samples)
-        self._core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
         return batch
+
+    def count(self, batch: Batch, asked: float) -> None:
+        """Count the steps of a batch that was asked for at a time (`time.perf_counter`) and is returned."""
+        samples = len(batch.plan.samples)
+        self.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
 
     def is_ready(self) -> bool:
         """Return whether `next` returns a batch, or raises its error, without waiting."""

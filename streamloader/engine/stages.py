@@ -638,6 +638,8 @@ class Stages:
             try:
                 batch.columns[name] = decode(memory, images)
             except RuntimeError as error:
+                if type(error).__name__ == "OutOfMemoryError":  # torch's
+                    raise
                 self._decode_here(batch, decoder, images, error)
                 batch.columns[name] = decode(memory, images)
             on_cpu = np.flatnonzero(images[2][:, 8] == 0)

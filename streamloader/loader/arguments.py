@@ -537,25 +537,28 @@ def normalized_by_channel(sources: Sequence[Source]) -> dict[str, tuple[NDArray[
     Batches are normalised by them, not samples. Raises `UsageError` for invalid values, and if sources differ.
     """
     each = [source.normalize if isinstance(source.normalize, Mapping) else {} for source in sources]
-    found: list[dict[str, Any]] = [{name: of for name, of in given.items() if _has_channels(of)} for given in each]
-    if any(of != found[0] for of in found):
-        raise UsageError("normalize= by channel differs between the sources", "give all the same values")
-    chosen = {}
-    for name, given in found[0].items():
-        pair = np.asarray(IMAGENET, np.float64) * 255 if given == "imagenet" else None
-        with suppress(ValueError, TypeError):
-            pair = np.asarray(given, np.float64) if pair is None else pair
-        if pair is None or pair.ndim != 2 or len(pair) != 2 or not np.isfinite(pair).all() or (pair[1] <= 0).any():
-            remedy = "give (mean, std), each a number for each channel, with std above 0; or 'imagenet'"
-            raise UsageError(f"normalize= has {given!r:.60} for {name!r}", remedy)
-        chosen[name] = (pair[0], pair[1])
-    return chosen
+    found = [{name: _by_channel(name, of) for name, of in given.items() if _has_channels(of)} for given in each]
+    for other in found:
+        if other.keys() != found[0].keys() or any(not np.array_equal(of, found[0][name]) for name, of in other.items()):
+            raise UsageError("normalize= by channel differs between the sources", "give all the same values")
+    return {name: (pair[0], pair[1]) for name, pair in found[0].items()}
+
+
+def _by_channel(name: str, given: Any) -> NDArray[np.float64]:
+    """Return the mean and the std of channels, of shape (2, channels)."""
+    pair = np.asarray(IMAGENET, np.float64) * 255 if isinstance(given, str) else None
+    with suppress(ValueError, TypeError):  # also channels of different numbers
+        pair = np.asarray(given, np.float64) if pair is None else pair
+    if pair is None or pair.ndim != 2 or len(pair) != 2 or not np.isfinite(pair).all() or (pair[1] <= 0).any():
+        remedy = "give (mean, std), each a number for each channel, with std above 0; or 'imagenet'"
+        raise UsageError(f"normalize= has {given!r:.60} for {name!r}", remedy)
+    return pair
 
 
 def _has_channels(value: object) -> bool:
-    return value == "imagenet" or (
-        isinstance(value, Sequence | np.ndarray) and any(isinstance(each, Sequence | np.ndarray) for each in value)
-    )
+    if isinstance(value, str):
+        return value == "imagenet"
+    return isinstance(value, Sequence | np.ndarray) and any(isinstance(each, Sequence | np.ndarray) for each in value)
 
 
 def without_channels(source: Source, names: Container[str]) -> Source:

@@ -157,22 +157,23 @@ class Pass(Iterator[Columns]):
         pipeline = self._pipeline
         if pipeline is None:
             raise PassEndedError
-        asked, waiting, transfers = time.perf_counter(), self._waiting, self._transfers  # another thread may call `end`
+        waiting, transfers = self._waiting, self._transfers  # another thread may call `end`
         if transfers is not None:
             transfers.begin_wait()
+        asked = time.perf_counter()
         if waiting:
             pipeline.check_process()  # as `next` does
         else:
-            made = next(pipeline, None)
-            if made is None:
-                pipeline, made = self._begin_following()
-            waiting.extend(self._converted(made))
+            pipeline = self._wait(pipeline, asked)
         batch, unreported, step = self._first()
+        waited = time.perf_counter() - asked  # for the batch, not for room on the device
         if transfers is not None:
-            self._send_ahead(pipeline, transfers.ahead)
+            if unreported:
+                pipeline.counters.delivered(unreported, 1, asked)
+            self._send_ahead(pipeline, transfers)
         if unreported or step is not None:
             waiting[0] = batch, 0, None
-            self._report(unreported, asked)
+            self._report(unreported, waited)
             self._count_bad(step)
         delivered: Columns = batch if transfers is None else transfers.receive(batch)
         self._delivered[:] = (self._cursor,)
@@ -183,6 +184,16 @@ class Pass(Iterator[Columns]):
         self._advance(cursor, completed=pipeline.completed)
         waiting.popleft()
         return delivered
+
+    def _wait(self, pipeline: Pipeline, asked: float) -> Pipeline:
+        """Wait for batches, those of the next epoch if this one is over and some are left; return their pipeline."""
+        made = next(pipeline, None)
+        if made is None:
+            pipeline, made = self._begin_following()
+        if self._transfers is None:  # otherwise some are not returned at once
+            pipeline.count(made, asked)
+        self._waiting.extend(self._converted(made))
+        return pipeline
 
     def _first(self) -> tuple[Any, int, Step | None]:
         """Return the first batch that waits, made; on its way to the device if there is one. Raises its error."""
@@ -198,20 +209,27 @@ class Pass(Iterator[Columns]):
             self._waiting[0] = batch, unreported, step
         return batch, unreported, step
 
-    def _send_ahead(self, pipeline: Pipeline, ahead: int) -> None:
+    def _send_ahead(self, pipeline: Pipeline, transfers: Any) -> None:
         """Begin to copy the batches after the first one to the device, as far as they are finished.
 
         This waits for none of them, and what fails now is an error of its batch, not of the first one.
         """
         waiting = self._waiting
-        for number in range(1, ahead):
+        for number in range(1, transfers.ahead):
             if number == len(waiting):
                 if self._cursor.steps + number >= self._last_step or not pipeline.is_ready():
                     return
+                transfers.make_room()
                 try:
-                    waiting.extend(self._converted(next(pipeline)))
+                    made = next(pipeline, None)
+                    if made is None:
+                        return
+                    waiting.extend(self._converted(made))
                 except StreamloaderError as error:
                     waiting.append((error.with_traceback(None), 0, None))  # which would refer to `waiting`
+                except BaseException:
+                    self.end()  # this batch may be lost, and a later one must not take its place
+                    raise
             batch, unreported, step = waiting[number]
             if isinstance(batch, partial):
                 try:
@@ -281,7 +299,7 @@ class Pass(Iterator[Columns]):
             self.end()  # this batch is lost, and a later one must not take its place
             raise
 
-    def _report(self, samples: int, asked: float) -> None:
+    def _report(self, samples: int, waited: float) -> None:
         loader, cursor = self._loader, self._cursor
         if not samples or loader is None or loader._options.on_batch is None:
             return
@@ -292,7 +310,7 @@ class Pass(Iterator[Columns]):
                 epoch=epoch,
                 step=share.steps_before + share.steps_between(0, cursor.position),
                 samples=samples,
-                wait_seconds=self._reported - asked,
+                wait_seconds=waited,
                 seconds=self._reported - before,
                 worker=loader._worker[0],
             )
@@ -415,7 +433,7 @@ class Loader:
         arguments.check_channels(given, self.fields, self._channels)
         if (given.device is not None or given.cast is not None or self._channels) and not self._tensors:
             problem = "device=, cast= or normalize= by channel without torch"
-            raise UsageError(problem, "use StreamingDataset or Mixture, or sl.to_device")
+            raise UsageError(problem, "use StreamingDataset or Mixture")
         # how values of batches are computed, on the device if there is one, by column: x * scale + shift
         self._affine: dict[str, Any] = {
             name: ((1 / std).astype(np.float32), (-mean / std).astype(np.float32))

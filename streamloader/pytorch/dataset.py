@@ -72,7 +72,11 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     def _choose_config(self, given: Any, memory: int | None) -> Any:
         self._cast = device.choose_cast(given.cast)
-        return super()._choose_config(given, memory)
+        config = super()._choose_config(given, memory)
+        if given.device is not None:
+            device.check_device(given.device)
+        device.check_normalized(self._cast, self._affine)
+        return config
 
     def _choose_format(self, given: Any, *, mixed: bool) -> Any:
         chosen = super()._choose_format(given, mixed=mixed)
@@ -144,9 +148,9 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `device`: batches are returned on this device, "cuda" or "cuda:1", where they are copied before they are asked for,
     from page-locked memory, on a stream of the loader's; by default that of `Decode(device=)`, if it is given, which
     decodes there. Images travel as uint8, and are normalised there. The current stream of the thread that iterates can
-    use a batch at once. `ahead`: while training has a batch, at most so many are on the device beside it. `cast`: the
-    dtype of columns of floating-point values, such as "bfloat16", or a dict of these by column. `graph_buffers`:
-    batches are copied to the same tensors each time, for CUDA graphs.
+    use a batch at once. `ahead`: while training has a batch, `ahead` - 1 others are copied. `cast`: the dtype of
+    columns of floating-point values, such as "bfloat16", or a dict of these by column. `graph_buffers`: batches are
+    copied to the same tensors each time, for CUDA graphs.
     `storage_options`: passed to fsspec.
 
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.

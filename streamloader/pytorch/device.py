@@ -15,13 +15,14 @@ called: memory that is used on two streams is held until an event has completed.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from operator import methodcaller
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from streamloader.storage.process import finalize
 
 # Less memory is copied to page-locked memory of torch's, which takes less time than to lock it.
 LOCKED_BYTES = 64 << 10
+END_SECONDS = 5.0
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 # How the values of a column are computed: scale * x + shift, of shapes that broadcast to that of x.
@@ -47,31 +49,56 @@ Affine = tuple[NDArray[np.float32], NDArray[np.float32]]
 Cast = torch.dtype | Mapping[str, torch.dtype] | None
 
 
-def choose_device(given: Any) -> torch.device:
-    """Return the device of `device=`. Raises `UsageError` if there is none, or if it is neither CUDA nor the CPU."""
+def check_device(given: Any) -> torch.device:
+    """Return `device=`, without an index if it has none, and without beginning to use it.
+
+    Raises `UsageError` if there is none, or if it is neither CUDA nor the CPU.
+    """
+    remedy = "give 'cuda', 'cuda:0' or 'cpu', or leave it out"
     try:
         device = torch.device(given)
-        module = torch.get_device_module(device)
-        if not module.is_available():
-            raise RuntimeError("it is not available")
-        if device.index is None and device.type != "cpu":
-            device = torch.device(device.type, module.current_device())
-    except (RuntimeError, TypeError, AttributeError) as error:
-        problem = f"device={given!r:.60}: {str(error).partition(chr(10))[0]}"
-        raise UsageError(problem, "give 'cuda', 'cuda:0' or 'cpu', or leave it out") from error
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={given!r:.60}: {str(error).partition(chr(10))[0]}", remedy) from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device={given!r:.60} is neither CUDA nor the CPU", "copy each batch with tensor.to(device)")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"device={given!r:.60}, and torch finds {count} CUDA devices", remedy)
     return device
+
+
+def choose_device(given: Any) -> torch.device:
+    """Return the device of `device=`, "cuda" as the one that is current in this thread. Raises `UsageError`."""
+    device = check_device(given)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def choose_cast(given: Any) -> Cast:
     """Return the dtypes of `cast=`, a name or a dtype, or these by column. Raises `UsageError` for others."""
-    if isinstance(given, Mapping):
-        return {name: chosen for name, each in given.items() if isinstance(chosen := choose_cast(each), torch.dtype)}
+    if isinstance(given, Mapping) and given:
+        chosen = {name: choose_cast(each) for name, each in given.items()}
+        if all(isinstance(each, torch.dtype) for each in chosen.values()):
+            return chosen  # type: ignore[return-value]
     dtype: Any = getattr(torch, given, given) if isinstance(given, str) else given
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     raise UsageError(f"cast={given!r:.60}", "give 'bfloat16', 'float16' or another dtype, or a dict of these by column")
+
+
+def check_columns(cast: Cast, columns: Iterable[Any]) -> None:
+    """Raise `UsageError` if `cast` names a column that a batch does not have."""
+    if isinstance(cast, Mapping) and (unknown := cast.keys() - columns):
+        problem = f"cast= names {', '.join(map(str, unknown))}, and the columns are {', '.join(map(str, columns))}"
+        raise UsageError(problem, "name columns of the batch")
+
+
+def check_normalized(cast: Cast, names: Iterable[str]) -> None:
+    """Raise `UsageError` if columns that are normalised would not have floating-point values."""
+    for name in names:
+        dtype = cast.get(name) if isinstance(cast, Mapping) else cast
+        if dtype is not None and not dtype.is_floating_point:
+            problem = f"cast= to {dtype} of {name!r}, which is normalised"
+            raise UsageError(problem, "give a floating-point dtype, or leave normalize= out")
 
 
 def page_lock_of(given: Any) -> Callable[[NDArray[np.uint8]], object]:
@@ -120,25 +147,29 @@ def page_lock(device: torch.device, memory: NDArray[np.uint8]) -> Any:
     with torch.cuda.device(device):
         refused = int(runtime.cudaHostRegister(start, memory.nbytes, PORTABLE))
     if refused:
-        with suppress(RuntimeError):  # the next kernel of this thread would raise this error
+        with suppress(RuntimeError, AssertionError):  # the next kernel of this thread would raise this error
             torch.ones(1, device=device)
         return None
     # Unlocked before its pages return to the system: the callback that was added last is called first. It runs no
     # Python code, since what a signal handler raises there would be lost.
-    kind: Any = type("_Locked", (weakref.ref,), {"unlock": staticmethod(runtime.cudaHostUnregister)})
-    return kind(memory, methodcaller("unlock", start))
+    return _reference_kind(runtime.cudaHostUnregister)(memory, methodcaller("unlock", start))
+
+
+@cache
+def _reference_kind(unlock: Callable[[int], int]) -> Any:
+    return type("_Locked", (weakref.ref,), {"unlock": staticmethod(unlock)})
 
 
 def mapped(function: Callable[[torch.Tensor, Any], Any], value: Any, name: Any = None) -> Any:
     """Return a nested value with `function(tensor, name)` in place of each tensor, and other values as they are.
 
-    `name`: the key of the outermost mapping. Mappings, sequences, named tuples and dataclasses keep their type. Nested
-    tensors of the jagged layout are their values, and offsets and lengths without a name.
+    `name`: the key of the outermost mapping. Mutable mappings, sequences, named tuples and dataclasses keep their type.
+    Nested tensors of the jagged layout are their values, and offsets and lengths without a name.
     """
     if isinstance(value, torch.Tensor):
         jagged = value.is_nested and value.layout == torch.jagged
         return _mapped_nested(function, value, name) if jagged else function(value, name)
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         whole: Any = {key: mapped(function, each, key if name is None else name) for key, each in value.items()}
         if type(value) is not dict:
             items, whole = whole, copy(value)
@@ -184,7 +215,8 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     together: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
         key: Any = number
-        if tensor.layout == torch.strided and tensor.is_contiguous() and tensor.numel():
+        plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        if plain and tensor.is_contiguous() and tensor.numel():
             key = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
         together.setdefault(key, []).append(number)
     for numbers in together.values():
@@ -205,6 +237,7 @@ def cast_tensor(tensor: torch.Tensor, name: Any, cast: Cast) -> torch.Tensor:
 
 def to_cast_tensors(cast: Cast, columns: dict[Any, Any]) -> dict[Any, Any]:
     """Return the columns of a batch as tensors of the dtypes that `cast` has for them, on the CPU."""
+    check_columns(cast, columns)
     made: dict[Any, Any] = mapped(partial(cast_tensor, cast=cast), to_tensors(columns))
     return made
 
@@ -213,7 +246,8 @@ class Transfers:
     """Copies batches, nested values with tensors, to a device before they are asked for; see the module.
 
     `send` begins to copy a batch, and `receive` returns it. `ahead`: the number of batches that may be copied at once.
-    While training has a batch, at most `ahead` are on the device beside it, and one of these replaces it.
+    While training has a batch, `ahead` - 1 are copied; 1 copies nothing early. What copies have used is let go of by
+    the next call, or by `close`.
 
     `affine`: how values of columns are computed there. `cast`: the dtype of floating-point values, or of columns by
     name. `graph`: batches are copied to the same addresses each time, for CUDA graphs. `borrowed`: columns that are on
@@ -265,7 +299,7 @@ class Transfers:
         `masked`: the rows that are zeros, also where values are computed.
         """
         runtime = self._runtime
-        _release(self._held, self.ahead)
+        self.make_room()
         _release(self._lent)
         found = _tensors(batch)
         consumer = runtime.current_stream()
@@ -315,6 +349,8 @@ class Transfers:
         Raises `UsageError` if `graph` is given, and the batch differs in shape from the first.
         """
         batch, owner, copied, masked = sent
+        if isinstance(self._cast, Mapping):
+            check_columns(self._cast, batch)
         consumer = self._runtime.current_stream()
         consumer.wait_event(copied)
         self._note_wait(consumer)
@@ -367,8 +403,13 @@ class Transfers:
         number = count()
         return mapped(lambda *_: fixed[next(number)], batch)
 
+    def make_room(self) -> None:
+        """Wait until fewer than `ahead` batches are being copied, so that the loader may make another one."""
+        _release(self._held, self.ahead)
+
     def begin_wait(self) -> None:
         """Note that the consumer asks for a batch: the device may wait for data from here on."""
+        self.make_room()
         self._asked = None
         if self._runtime.timer is not None:
             self._asked = self._runtime.timer()
@@ -422,9 +463,17 @@ def _release(held: deque[tuple[Any, Any]], most: int = 1 << 30) -> None:
 
 
 def _end(device: torch.device, *held: deque[tuple[Any, Any]]) -> None:
-    """Wait until nothing uses memory that is held, and let go of it, in a thread of its own."""
+    """Wait until nothing uses memory that is held, and let go of it.
+
+    In a thread of its own, or at the end of the interpreter, which waits for `END_SECONDS` at most: a device may hang.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if threading.current_thread() is threading.main_thread():
+        until = time.monotonic() + END_SECONDS
+        while time.monotonic() < until and not all(event.query() for each in held for event, _ in [*each]):
+            time.sleep(0.001)
+        return
     for each in held:
         _release(each, 1)
 
@@ -433,9 +482,9 @@ def to_device(iterable: Iterable[Any], device: Any, ahead: int = 2) -> Transfers
     """Yield the batches of an iterable, such as a `DataLoader`, on a device, where they are copied ahead of their use.
 
     A batch is a tensor, or mappings, sequences and dataclasses with tensors; other values stay as they are. Tensors
-    that are not page-locked are copied to page-locked memory first, in this thread. `ahead`: the number of batches that
-    are read and copied ahead. The current stream of the thread that iterates can use a batch at once. What is returned
-    can be iterated again, and has the length of the iterable.
+    that are not page-locked are copied to page-locked memory first, in this thread. `ahead`: while training has a
+    batch, `ahead` - 1 others were read and are copied. The current stream of the thread that iterates can use a batch
+    at once. What is returned can be iterated again, and has the length of the iterable.
 
     Reads ahead, so the state of a loader counts batches that were not returned yet: a streamloader dataset has
     `device=` for that. Raises `UsageError` for a device that is not there.

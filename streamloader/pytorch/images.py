@@ -157,7 +157,8 @@ def _resized(pictures: Sequence[torch.Tensor], crops: Ints, size: tuple[int, int
     device, channels = pictures[0].device, len(pictures[0])
     scales, (flips_rows, flips_columns) = crops[:, SCALE], _flips(crops[:, TURN])
     high, wide = (-(-crops[:, side] // scales) for side in (HEIGHT, WIDTH))
-    source = torch.zeros((len(crops), int(high.max()), channels, int(wide.max())), device=device)
+    shape = len(crops), int(high.max()), channels, int(wide.max())
+    source = torch.zeros(shape, dtype=torch.float32, device=device)
     top, left, height, width, _, *whole = crops[:, :SCALE].T
     top = np.where(flips_rows, whole[0] - top - height, top)
     left = np.where(flips_columns, whole[1] - left - width, left)

@@ -175,6 +175,7 @@ class _Calls:
     def __init__(self) -> None:
         self.changed, self.running, self.ending = threading.Condition(), 0, False
         self.stopped: set[threading.Thread] = set()  # which do nothing any more
+        self.until = 0.0  # when the end waits for no other thread any more
         self._owner = Owner("calls")
         atexit.register(self._finish)
 
@@ -212,14 +213,14 @@ def wait_at_exit() -> _Calls:
 
 
 def join_at_exit(threads: Iterable[threading.Thread]) -> None:
-    """At the end of the interpreter wait for up to `DROP_SECONDS` until threads have ended, and hold nothing.
+    """At the end of the interpreter wait until threads have ended, and hold nothing, for `DROP_SECONDS` in all.
 
-    To free a tensor of torch takes the interpreter's lock, without which a thread aborts the process. Does nothing in
-    another thread than the main one, where `finalize` calls for objects that were deleted.
+    To free a tensor of torch takes the interpreter's lock, without which a thread aborts the process.
     """
-    if threading.current_thread() is threading.main_thread():
-        stopped, until = wait_at_exit().stopped, time.monotonic() + DROP_SECONDS
-        while time.monotonic() < until and any(each.is_alive() and each not in stopped for each in threads):
+    calls = wait_at_exit()
+    if calls.ending and threading.current_thread() is threading.main_thread():
+        calls.until = calls.until or time.monotonic() + DROP_SECONDS
+        while time.monotonic() < calls.until and any(each.is_alive() and each not in calls.stopped for each in threads):
             time.sleep(0.001)
 
 
