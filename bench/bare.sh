@@ -2,7 +2,7 @@
 # Collects in a folder what `python -m bench.device` needs on a machine that has a GPU, CUDA, torch and torchvision, but
 # no access to packages: run this where there is access, with pip and apt, and take the folder along.
 #
-#     sh bench/bare.sh bench/.bare            # on this machine: 30 MB
+#     sh bench/bare.sh bench/.bare            # on this machine; prints its size
 #     . bench/.bare/env                       # on that machine, in the root of the repository: installs for this shell
 #     python3 -m bench.device
 set -eu

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit("torch finds no CUDA device: run this where there is one, or try it with --device cpu --quick")
     with alone(Path(options.data)), contextlib.ExitStack() as stack:
         options.counts = FEW if options.quick else COUNTS
-        make_all(options)
+        make_all(options, stop)
         if options.prepare:
             return 0
         server = Endpoint("files", "")
@@ -136,8 +136,8 @@ def is_cuda_available() -> bool:
     return not subprocess.run(command, check=False).returncode
 
 
-def make_all(options: argparse.Namespace) -> None:
-    """Make the raw data and write the datasets, those that are not there yet. Exits where one fails.
+def make_all(options: argparse.Namespace, stop: float) -> None:
+    """Make the raw data and write the datasets, those that are not there yet, until `stop`. Exits where one fails.
 
     A quick run only makes the raw data: its one process writes the datasets.
     """
@@ -146,8 +146,9 @@ def make_all(options: argparse.Namespace) -> None:
         list(processes.map(partial(cores.make, options), options.counts))
     if options.quick:
         return
+    store = partial(cores.store, options, "streamloader", timeout=max(1.0, stop - time.monotonic()))
     with ThreadPoolExecutor() as threads:
-        problems = "; ".join(filter(None, threads.map(partial(cores.store, options, "streamloader"), options.counts)))
+        problems = "; ".join(filter(None, threads.map(store, options.counts)))
     if problems:
         sys.exit(problems)
 

@@ -32,8 +32,15 @@ ABOUT = (
     " process spends on it for each step: the greater of what the process takes beyond the bound, and of `next()`"
     " together with what its other threads take beyond the bound (a loop that is ahead of the device spins, which"
     " would hide some of it); also as a share of a core. Worker processes are not in it. Batches: the peak of device"
-    " memory beyond that of the model alone, in delivered batches, the one in use and what nvJPEG allocates included."
-    " Copies beside kernels: the share of their time during which kernels ran.",
+    " memory beyond that of the model alone, in delivered batches, the one in use and what nvJPEG allocates included;"
+    " images that wait are uint8, half of a delivered batch in bfloat16."
+    " Copies beside kernels: the share of their time during which kernels ran. Waits for events in next(): the"
+    " loader waits so while `ahead` copies have not ended.",
+    "torchvision's `decode_jpeg` decodes on the device, through nvJPEG; TorchCodec is not used.",
+)
+NONE_YET = (
+    "No run on a GPU has measured the loader's own copies to the device yet, nor its decoding there: figures below are"
+    " of other ways, and of torchvision's call alone."
 )
 OURS = ("raw", "jpeg", "nvjpeg", "tokens")
 ON_THE_DEVICE = "on the device (bound)"
@@ -73,7 +80,11 @@ def write(name: str, results: Path) -> Path:
 
 def markdown(runs: Sequence[Sequence[Line]], pictures: Sequence[str] = ()) -> str:
     """Return the page; targets are those of the first run."""
-    parts = [INTRODUCTION, *(f"{fill(text, 120)}\n" for text in ABOUT), targets_section(runs[0])]
+    is_measured = any(
+        "bound_rate" in line and line["feed"] in OURS and is_on_gpu(line) for lines in runs for line in lines
+    )
+    about = ABOUT if is_measured else (*ABOUT, NONE_YET)
+    parts = [INTRODUCTION, *(f"{fill(text, 120)}\n" for text in about), targets_section(runs[0])]
     parts += [f"![{picture}]({picture})\n" for picture in pictures]
     return "\n".join([*parts, *(part for lines in runs for part in sections(lines))])
 
@@ -117,7 +128,7 @@ def targets(lines: Sequence[Line]) -> list[Target]:
             worst(blocking),
             True,
         ),
-        Target("batches in device memory (ahead + 1)", ahead + 1, worst(memory_batches), True),
+        Target("device memory in delivered (bfloat16) batches (ahead + 1)", ahead + 1, worst(memory_batches), True),
     ]
 
 
@@ -163,7 +174,7 @@ def blocking(line: Line) -> float | None:
 
 
 def memory_batches(line: Line) -> float | None:
-    """Return how many batches of the loader were in device memory at most; nothing without a GPU.
+    """Return how many delivered batches the loader's device memory was at most; nothing without a GPU.
 
     What libraries allocate beside torch's allocator, such as nvJPEG, counts.
     """
@@ -208,9 +219,9 @@ def of_model(lines: Sequence[Line]) -> str:
     rates = sorted(line["bound_rate"] for line in lines)
     spread = f"{rates[0]:,.0f}" if rates[0] == rates[-1] else f"{rates[0]:,.0f} to {rates[-1]:,.0f}"
     idle = next((line["bound_trace"].get("idle") for line in lines if "bound_trace" in line), None)
-    body = [[ON_THE_DEVICE, spread, "1", "", "", percent(idle), "", "", ""], *map(row, lines)]
+    body = [[ON_THE_DEVICE, spread, "1", "", "", percent(idle), *[""] * 4], *map(row, lines)]
     titles = ["", f"{first['unit']}/s", "of the bound", "waited in next()", "waited on the device", "no kernel"]
-    titles += ["loading, ms a step", "of a core", "batches"]
+    titles += ["loading, ms a step", "of a core", "batches", "MB"]
     return f"### {first['model']}{small}\n\n" + table(titles, body)
 
 
@@ -219,8 +230,9 @@ def row(line: Line) -> list[str]:
     fed = line.get("fed")
     waited = fed["next_seconds"] / fed["seconds"] if fed else None
     stats, trace = line.get("stats", {}), line.get("trace", {})
-    on_device = stats.get("device_wait_seconds")
-    seconds = loading_seconds(line)
+    is_counted = line["feed"] in OURS and line["device"]["name"] != "cpu"  # no others measure it
+    on_device = stats.get("device_wait_seconds") if is_counted else None
+    seconds, batches = loading_seconds(line), memory_batches(line)
     return [
         f"**{line['feed']}**" if line["feed"] in OURS else line["feed"],
         f"{line['rate']:,.0f}",
@@ -230,7 +242,7 @@ def row(line: Line) -> list[str]:
         percent(trace.get("idle")),
         "" if seconds is None else f"{seconds * 1e3:.2f}",
         percent(loading_share(line)),
-        "" if (batches := memory_batches(line)) is None else f"{batches:.2f}",
+        *(["", ""] if batches is None else [f"{batches:.2f}", f"{batches * line['batch_bytes'] / 1e6:.1f}"]),
     ]
 
 
@@ -245,14 +257,16 @@ def of_traces(lines: Sequence[Line]) -> str:
     for line in lines:
         trace = line["trace"]
         if "failed" in trace:
-            body.append([f"{line['model']} {line['feed']}", trace["failed"], *[""] * 5])
+            body.append([f"{line['model']} {line['feed']}", trace["failed"], *[""] * 6])
             continue
         copied = f"{trace['copied_bytes'] / trace['steps'] / 1e6:.1f}" if "copies" in trace else ""
         waits = [", ".join(f"{n} {name}" for name, n in trace[kind].items()) or "none" for kind in WAITS]
         name, overlap = f"{line['model']} {line['feed']}", percent(trace.get("overlap"))
+        waits.append(str(trace.get("event_waits", "")))
         body.append([name, str(trace["steps"]), str(trace.get("streams", "")), copied, overlap, *waits])
     titles = ["", "steps", "streams with kernels", "MB copied a step", "copies beside kernels"]
-    return "### traces\n\n" + table([*titles, "waits for the stream of the kernels", "for other streams"], body)
+    titles += ["waits for the stream of the kernels", "for other streams", "for events in next()"]
+    return "### traces\n\n" + table(titles, body)
 
 
 WAITS = ("blocking", "elsewhere")
@@ -309,12 +323,14 @@ def shares(runs: Sequence[Sequence[Line]], path: Path) -> str:
             text = f"{share(line):.2f}   {line['rate']:,.0f} of {line['bound_rate']:,.0f} {line['unit']}/s"
             axis.text(most * 1.03, place, text, va="center", fontsize=8)
         axis.axvline(1, color="#555555", linestyle="--", linewidth=1)
-        axis.set_xlim(0, 1.5 * most)
+        axis.set_xlim(0, 1.01 * most)
         axis.set_xticks([0, 0.25, 0.5, 0.75, 1])
         axis.set_title(f"{model}, share of training with a batch on the device", fontsize=10, loc="left")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    figure.suptitle("blue: the loader copies to the device; brown: other ways", fontsize=9)
+    colours = {True: "blue: the loader copies to the device", False: "brown: other ways"}
+    shown = {line["feed"] in OURS for line in lines}
+    figure.suptitle("; ".join(text for ours, text in colours.items() if ours in shown), fontsize=9)
     return saved(figure, path)
 
 

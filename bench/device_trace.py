@@ -33,12 +33,13 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     `overlap`: the share of the time of copies to the device during which kernels ran on another stream; None without
     copies. `idle`: the share of the time between the first and the last kernel in which none ran. `blocking`: calls
     that waited for the stream of the kernels or the whole device, by name, and `elsewhere` those for other streams.
+    `event_waits`: calls within `next()` that waited for an event, as the loader does while `ahead` copies run.
     """
     begin, end = window(events)
     inside = [event for event in events if begin <= event["ts"] < end]
     kernels = of(inside, "kernel")
     found: dict[str, Any] = {"steps": len(marks(inside, "step")), "seconds": round((end - begin) / 1e6, 6)}
-    found |= waits(inside, main_stream(kernels))
+    found |= {**waits(inside, main_stream(kernels)), "event_waits": event_waits(inside)}
     copies = [event for event in of(inside, "gpu_memcpy") if "HtoD" in event["name"]]
     busy = merged(map(interval, kernels))
     if busy:
@@ -82,6 +83,13 @@ def waits(events: Iterable[Event], stream: Any) -> dict[str, Any]:
             kind = blocking if waited_for == stream else elsewhere
             kind[event["name"]] = kind.get(event["name"], 0) + 1
     return {"blocking": blocking, "elsewhere": elsewhere}
+
+
+def event_waits(events: Sequence[Event]) -> int:
+    """Count the calls that wait for an event within `next()`."""
+    asked = [(mark["tid"], *interval(mark)) for mark in marks(events, "next")]
+    waits = [event for event in of(events, "cuda_runtime") if event["name"] == "cudaEventSynchronize"]
+    return sum(any(tid == one["tid"] and begin <= one["ts"] < end for tid, begin, end in asked) for one in waits)
 
 
 def main_stream(kernels: Iterable[Event]) -> Any:

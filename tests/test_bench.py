@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -440,7 +441,10 @@ def test_a_trace_tells_what_overlaps_and_what_waits_for_the_stream_of_the_kernel
         event("cudaEventSynchronize", "cuda_runtime", 760, 9, tid=1, correlation=5),
         event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 780, 20, bytes=1000),  # beside its own stream alone
     ]
+    waits.append(event("cudaEventSynchronize", "cuda_runtime", 801, 2, tid=1, correlation=6))  # in next()
+    waits.append(event("cudaEventSynchronize", "cuda_runtime", 802, 2, tid=2, correlation=7))  # of another thread
     found = device_trace.summary(a_trace(*waits))
+    assert found["event_waits"] == 1
     assert found["blocking"] == {"cudaStreamSynchronize": 1, "cudaDeviceSynchronize": 1}
     assert found["elsewhere"] == {"cudaStreamSynchronize": 1} and found["copied_bytes"] == 7000
     assert found["overlap"] == pytest.approx(120 / 140, abs=1e-4)
@@ -500,6 +504,34 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
     assert "- resnet18 nvjpeg not measured: RuntimeError: no" in page
     assert "| raw .to(device) | 3,710 | 0.79 |" in page and "16.5 GB/s from ordinary memory, 54.1 GB/s" in page
     assert (tmp_path / "x.png").stat().st_size > 5000 and "![x.png](x.png)" in page
+
+
+def test_only_the_loader_on_a_gpu_tells_for_how_long_the_device_waited():
+    titles = device_page.of_model([trained("resnet50", "raw", 980)]).splitlines()[2].split(" | ")
+    column = titles.index("waited on the device")
+    for feed, name, told in (("raw", "NVIDIA X", "4.0%"), ("raw", "cpu", ""), ("raw .to(device)", "NVIDIA X", "")):
+        assert device_page.row(trained("resnet50", feed, 980, device={"name": name}))[column] == told
+    assert device_page.row(trained("resnet50", "raw", 980, batch_bytes=2e8))[-2:] == ["1.00", "200.0"]
+    assert len(titles) == len(device_page.row(trained("resnet50", "raw", 980)))
+
+
+def test_the_page_says_that_no_run_of_the_loader_is_there_until_one_is():
+    by_hand, small = trained("resnet50", "raw .to(device)", 980), trained("resnet50", "raw", 980, small=True)
+    assert device_page.NONE_YET in " ".join(device_page.markdown([[by_hand, small]]).split())
+    assert device_page.NONE_YET not in " ".join(device_page.markdown([[by_hand], [trained("", "raw", 9)]]).split())
+
+
+def test_the_data_of_devices_is_written_within_the_limit(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(device, "photographs", lambda _: None)
+    monkeypatch.setattr(device, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor())
+    monkeypatch.setattr(cores, "make", lambda *_: None)
+    monkeypatch.setattr(cores, "store", lambda *_, timeout: given.append(timeout) or "")
+    options = device.parser().parse_args(["--data", str(tmp_path)])
+    options.counts = {"images": 1}
+    for left in (100, -1):
+        device.make_all(options, time.monotonic() + left)
+    assert given == [pytest.approx(100, abs=5), 1]
 
 
 def test_what_the_loader_feeds_comes_first_and_nothing_begins_near_the_end(tmp_path):
