@@ -440,3 +440,15 @@ def test_a_script_may_end_while_threads_of_the_loader_have_tensors(tmp_path):
     for _ in range(2):  # one of them aborts, as a rule, if the end does not wait
         done = run_python("-c", LEAVING, tmp_path / "d")
         assert (done.stdout, done.stderr) == ("left\n", "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_pixels_do_not_depend_on_the_default_dtype_of_torch(of_kind, dtype, caplog):
+    expected, _ = batches(of_kind["4:2:0"], Decode(size=(40, 40), device=DEVICE))
+    torch.set_default_dtype(dtype)
+    try:
+        found, _ = batches(of_kind["4:2:0"], Decode(size=(40, 40), device=DEVICE))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one["image"], other["image"]) for one, other in zip(expected, found, strict=True))
+    assert not caplog.records
