@@ -28,7 +28,9 @@ def train(given: dict[str, Any]) -> None:
     """Train on one rank, and report checkpoints."""
     context = ray.train.get_context()
     batch_size = GLOBAL_BATCH // context.get_world_size()
-    data = sl.StreamingDataset(given["url"], split="train", batch_size=batch_size, decode=DECODE, with_index=True)
+    data = sl.StreamingDataset(
+        given["url"], split="train", batch_size=batch_size, decode=DECODE, with_index=True, device=given["device"]
+    )
     torch.manual_seed(0)
     model = prepare_model(network())
     device = next(model.parameters()).device
@@ -77,10 +79,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/ray"))
+    parser.add_argument("--device", help="where the dataset returns batches, such as cuda, by default on the CPU")
     parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
-    given = {**vars(arguments), "step_log": arguments.step_log and arguments.step_log.resolve()}
+    # ranks run in another folder
+    url = arguments.url if "://" in arguments.url else str(Path(arguments.url).resolve())
+    given = {**vars(arguments), "url": url, "step_log": arguments.step_log and arguments.step_log.resolve()}
     trainer = TorchTrainer(
         train,
         train_loop_config=given,

@@ -34,7 +34,7 @@ PYTHON += ["workers", "zarr_codecs"]
 FIRST = ["docs", "arrays", "ddp", "pages", "outages", "engine_workers", "executor", "convert_sources", "bench"]
 FIRST += ["sources_text", "storage_faults", "workers", "killed_conversions", "engines", "frameworks", "run_memory"]
 FIRST += ["conversion_memory", "bad_destinations", "cli", "arrays_faults", "transform", "references"]
-FIRST += ["streaming_dataset", "leaks", "device_schedules"]
+FIRST += ["streaming_dataset", "leaks", "device_schedules", "jax_tensorflow", "worlds"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

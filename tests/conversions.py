@@ -121,6 +121,22 @@ class Exported:
         return self._array.__dlpack_device__()
 
 
+class OnDevice(Exported):
+    """An array on a CUDA device, which its library copies to the CPU if it is asked to, or cannot."""
+
+    def __init__(self, array: np.ndarray[Any, Any], *, copies: bool = True) -> None:
+        super().__init__(array)
+        self._copies = copies
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.get("dl_device") != (1, 0) or not self._copies:
+            raise BufferError("the array is on a device")
+        return super().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
 def contents(root: Path) -> dict[str, bytes]:
     """Return every file below a folder."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conversions import Exported
+from conversions import Exported, OnDevice
 from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,16 +216,25 @@ def test_without_a_batch_samples_of_any_sizes_and_keys_come_as_they_are(url):
     assert [len(samples) for samples in loader] == [8] * 25 + [3]
 
 
+@pytest.mark.parametrize("library", [Exported, OnDevice])
 @pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize("kind", [StreamingDataset, NumpyDataset])
-def test_arrays_of_other_libraries_are_taken_by_dlpack(kind, batch_size, url):
+def test_arrays_of_other_libraries_are_taken_by_dlpack(kind, batch_size, library, url):
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"y": Exported(sample["x"] * 2), "label": sample["label"]}
+        return {"y": library(sample["x"] * 2), "label": sample["label"]}
 
     options = {"batch_size": batch_size, "fields": ["x", "label"], "with_index": True, "num_workers": 0}
     for got in kind(url, transform=transform, **options):
         for i, row in zip(np.atleast_1d(got["index"]).tolist(), got["y"].reshape(-1, 300), strict=True):
             np.testing.assert_array_equal(np.asarray(row), datasets.value("x", i) * 2)
+
+
+def test_an_array_that_its_library_does_not_copy_to_the_cpu_is_an_error_of_the_field(url):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"y": OnDevice(sample["x"], copies=False)}
+
+    with pytest.raises(TransformError, match=r"OnDevice as 'y' of sample \d+.*is on a device.*copy it to the CPU"):
+        next(iter(NumpyDataset(url, transform=transform, batch_size=16, fields=["x"], num_workers=0)))
 
 
 @pytest.mark.parametrize("batch_size", [16, None])

@@ -126,12 +126,17 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def from_dlpack(value: Any) -> NDArray[Any] | None:
-    """Return the array of any library that has DLPack, from any device; None if it cannot be exported."""
+    """Return the array of any library that has DLPack, from any device; None if only numpy's protocol is left.
+
+    Raises `TypeError` if that is not there either.
+    """
     value = value.detach() if hasattr(value, "detach") else value  # torch exports no tensor that requires a gradient
     try:
         return np.from_dlpack(value, device="cpu", copy=None)
-    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError):
-        return None  # an exporter older than DLPack 1.0, or an unsupported dtype
+    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if hasattr(value, "__array__"):
+            return None  # an exporter older than DLPack 1.0, or an unsupported dtype
+        raise TypeError(f"it has no array on the CPU: {error}; copy it to the CPU") from error
 
 
 def _stack_masked(value: Any) -> NDArray[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.engine.collate import LENGTHS, MASK
 from streamloader.engine.packing import row_items
@@ -23,6 +24,8 @@ Column = tuple[str, tuple[int | None, ...]]
 
 def check_exported(loader: Loader, name: str) -> None:
     """Raise `UsageError` unless a loader yields batches on the host, which the function `name` gives to a framework."""
+    if not isinstance(loader, Loader):
+        raise UsageError(f"{name}() of a {type(loader).__name__}", "give a NumpyDataset or a StreamingDataset itself")
     given = loader._options
     if given.batch_size is None:
         raise UsageError(f"{name}() with batch_size=None, which yields single samples", "give the batch_size of a rank")
@@ -32,6 +35,13 @@ def check_exported(loader: Loader, name: str) -> None:
             raise UsageError(
                 f"{name}() of a dataset with {option}", "leave it out: torch copies, casts or computes by it"
             )
+
+
+def host_array(name: str, value: Any) -> NDArray[Any]:
+    """Return an array or a tensor of a batch as an array, which shares its memory."""
+    if getattr(value, "is_nested", False):
+        raise UsageError(f"{name!r} is a nested tensor, which only torch has", "give collate='pad', or leave it out")
+    return np.asarray(value)
 
 
 def batch_columns(loader: Loader) -> dict[str, Column | None]:

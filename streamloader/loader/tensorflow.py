@@ -9,7 +9,7 @@ import numpy as np
 
 from streamloader.errors import UsageError
 from streamloader.loader.base import Loader
-from streamloader.loader.columns import batch_columns, check_exported
+from streamloader.loader.columns import batch_columns, check_exported, host_array
 from streamloader.storage.optional import need
 
 
@@ -18,18 +18,19 @@ def tf_dataset(dataset: Loader, *, element_spec: Mapping[str, Any] | None = None
 
     Its `element_spec` is known before data is read: a `tf.TensorSpec` for each column, with the batch size and None for
     the axes that vary. Bytes and text are `tf.string` of shape (batch_size,). Columns that only the data tell, such as
-    those of a `transform`, need an `element_spec` by name; it may also leave out columns. Tensors share the memory of
-    the loader where TensorFlow can, which requires that it is aligned to 64 bytes.
+    those of a `transform`, need an `element_spec` by name, with the dtypes of the batches; it may also leave out
+    columns. Tensors share the memory of the loader where TensorFlow can, which requires that it is aligned to 64 bytes.
 
     Each iteration is a pass, so the next one has the next epoch. The dataset's `state_dict()` counts the batches that
-    TensorFlow has taken: those after `.prefetch()` too. Raises `UsageError` for a column that needs `element_spec`.
+    TensorFlow has taken: those after `.prefetch()` too. Raises `UsageError` for a column that needs `element_spec`. A
+    column of another dtype than its spec is an error of the iteration.
     """
     check_exported(dataset, "tf_dataset")
     tf = need("tensorflow", "tensorflow-cpu")
     spec = element_spec or {name: _spec(tf, name, column) for name, column in batch_columns(dataset).items()}
 
     def batches() -> Any:
-        return ({name: _array(batch[name]) for name in spec} for batch in dataset)
+        return ({name: _array(tf, name, each, batch[name]) for name, each in spec.items()} for batch in dataset)
 
     return tf.data.Dataset.from_generator(batches, output_signature=dict(spec))
 
@@ -42,6 +43,10 @@ def _spec(tf: Any, name: str, column: Any) -> Any:
     return tf.TensorSpec(shape, tf.string if dtype in ("bytes", "text") else dtype, name)
 
 
-def _array(value: Any) -> Any:
+def _array(tf: Any, name: str, spec: Any, value: Any) -> Any:
     """Return a column as what TensorFlow converts: lists as arrays of objects, since others cut zeros off bytes."""
-    return np.array(value, object) if isinstance(value, list) else np.asarray(value)
+    array = np.array(value, object) if isinstance(value, list) else host_array(name, value)
+    if (dtype := tf.as_dtype(array.dtype)) != spec.dtype:  # TensorFlow would wrap integers and truncate floats
+        problem = f"{name!r} has {dtype.name} in batches, and {spec.dtype.name} in element_spec="
+        raise UsageError(problem, f"give tf.TensorSpec(shape, tf.{dtype.name}), and cast in the tf.data.Dataset")
+    return array

@@ -73,6 +73,7 @@ def test_integers_that_do_not_fit_into_32_bits_are_an_error(data):
 def test_what_cannot_be_a_global_array_is_refused_before_data_is_read(data):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
     for options, shown in (
+        ({"max_tokens": 60, "bucket_by": "tok", "fields": ["tok"], "collate": "pad"}, "sharding= with max_tokens="),
         ({"fields": ["tok"]}, "first axis of 'tok' does not count samples"),
         ({"fields": ["tok"], "collate": "pad", "world": (0, 2)}, "'tok' may have another size on each of 2 ranks"),
         ({"remainder": "uneven"}, "remainder='uneven'"),
@@ -84,6 +85,44 @@ def test_what_cannot_be_a_global_array_is_refused_before_data_is_read(data):
         WorldError, match=r"hold rows 0 to 16 of the global batch of 16, and rank 1 of 2 has 8 from 8 on"
     ):
         next(sl.jax_batches(sl.NumpyDataset(data(N), batch_size=8, fields=["x"], world=(1, 2)), sharding=sharding))
+
+
+def test_a_sharding_that_is_none_and_a_loader_that_is_none_are_refused(data):
+    dataset, mesh = sl.NumpyDataset(data(N), batch_size=8, fields=["x"]), Mesh(np.array(jax.devices()), ("data",))
+    for sharding in (mesh, jax.devices()[0], {}, PartitionSpec("data")):
+        with pytest.raises(UsageError, match=f"sharding= is a {type(sharding).__name__}.*give NamedSharding"):
+            sl.jax_batches(dataset, sharding=sharding)
+    two = NamedSharding(Mesh(np.array(jax.devices()).reshape(1, 1), ("data", "model")), PartitionSpec("data", "model"))
+    with pytest.raises(UsageError, match=r"does not divide 'valid' of the global shape \(8,\)"):
+        sl.jax_batches(dataset, sharding=two)
+    for other in (torch.utils.data.DataLoader(sl.StreamingDataset(data(N), batch_size=8), batch_size=None), [{}]):
+        with pytest.raises(UsageError, match=rf"jax_batches\(\) of a {type(other).__name__}; give a NumpyDataset"):
+            sl.jax_batches(other)
+
+
+def test_a_column_of_a_function_without_samples_cannot_be_a_global_array(data):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    given = {"batch_size": 8, "fields": ["flag"], "num_workers": 0}
+    for made in (np.array(1.0), np.zeros(3)):
+        dataset = sl.NumpyDataset(data(N), collate=lambda _, made=made: {"a": made}, **given)
+        with pytest.raises(UsageError, match="first axis of 'a' does not count samples"):
+            next(sl.jax_batches(dataset, sharding=sharding))
+
+
+def test_nested_tensors_are_refused(data):
+    dataset = sl.StreamingDataset(data(N), batch_size=8, fields=["tok"], collate="nested")
+    with pytest.raises(UsageError, match=r"'tok' is a nested tensor.*collate='pad'"):
+        next(sl.jax_batches(dataset))
+
+
+def test_unsigned_integers_that_do_not_fit_into_32_bits_are_an_error(tmp_path):
+    with sl.Writer(tmp_path / "d", {"n": "uint64"}) as out:
+        for number in range(2):
+            out.write({"n": 2**32 - 1 + number})
+    batches = sl.jax_batches(sl.NumpyDataset(tmp_path / "d", batch_size=1, shuffle=False))
+    assert int(next(batches)["n"][0]) == 2**32 - 1
+    with pytest.raises(UsageError, match="'n' has integers from 4294967296 to 4294967296"):
+        next(batches)
 
 
 FOUR_DEVICES = """
@@ -103,6 +142,23 @@ for spec in (P("data"), P(("data", "model")), P(), P("data", "model")):
         np.testing.assert_array_equal(np.asarray(array), theirs["wide"])
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), theirs["wide"][shard.index])
+try:
+    sharding = NamedSharding(mesh, P("data", "model"))
+    sl.jax_batches(sl.NumpyDataset(sys.argv[1], **given | {"remainder": "pad"}), sharding=sharding)
+except sl.errors.UsageError as error:
+    assert "does not divide 'valid' of the global shape (8,)" in str(error), error
+else:
+    raise AssertionError
+for options in ({}, {"transform": lambda sample: sample, "num_workers": 0}):
+    dataset = sl.NumpyDataset(sys.argv[1], **given | {"batch_size": 6} | options)
+    try:
+        batches = sl.jax_batches(dataset, sharding=NamedSharding(mesh, P(("data", "model"))))
+        assert options  # others are refused before data is read
+        next(batches)
+    except sl.errors.UsageError as error:
+        assert "does not divide 'wide' of the global shape (6, 20, 30)" in str(error), error
+    else:
+        raise AssertionError
 """
 
 
@@ -132,6 +188,14 @@ def test_two_processes_make_the_global_batches_in_order(data, tmp_path):
         assert rank["held"] == [batches_of(url)[0]["wide"].tolist()] * 2
         assert f"and rank {1 - number} of 2 has 8 from {8 - 8 * number} on" in rank["error"]
         assert [batch["name"] for batch in rank["batches"]] == [batch["name"] for batch in ranks_own[number]]
+        made = rank["made"]
+        assert made["alike"] == [6, ""]
+        assert made["ragged"][0] == 0
+        for kind in ("padded", "collated", "dtype"):
+            assert made[kind][0] == 0
+            assert "the columns of global arrays differ between processes" in made[kind][1]
+        assert made["later"][0] > 0
+        assert "the columns of global arrays differ between batches: {'a'" in made["later"][1]
         for name, expected in joined.items():
             assert [batch[name] for batch in rank["batches"]] == [array.tolist() for array in expected]
     whole = batches_of(url, batch_size=16)  # one rank has the same samples in each step, in another order

@@ -98,6 +98,34 @@ def test_columns_that_only_the_data_tell_need_a_spec(data):
         sl.tf_dataset(sl.NumpyDataset(data(N), batch_size=8, fields=["tok"], collate="list"))
 
 
+def test_a_column_of_another_dtype_than_its_spec_is_an_error(data):
+    """TensorFlow would wrap integers and truncate floats."""
+    for name, shape, dtype, shown in (
+        ("label", (8,), tf.int32, "'label' has int64 in batches, and int32 in element_spec="),
+        ("x", (8, 300), tf.int32, "'x' has float32 in batches, and int32"),
+        ("name", (8,), tf.int64, "'name' has string in batches, and int64"),
+    ):
+        spec = {name: tf.TensorSpec(shape, dtype)}
+        elements = sl.tf_dataset(sl.NumpyDataset(data(N), batch_size=8, fields=[name]), element_spec=spec)
+        with pytest.raises(tf.errors.OpError, match=shown):
+            next(iter(elements))
+
+
+def test_bytes_keep_the_zeros_at_their_end(tmp_path):
+    with sl.Writer(tmp_path / "d", {"raw": "bytes"}) as out:
+        for value in (b"a\0", b"\0\0b"):
+            out.write({"raw": value})
+    dataset = sl.NumpyDataset(tmp_path / "d", batch_size=2, shuffle=False)
+    assert next(iter(sl.tf_dataset(dataset)))["raw"].numpy().tolist() == [b"a\0", b"\0\0b"]
+
+
+def test_what_is_no_dataset_is_refused(data):
+    dataset = sl.StreamingDataset(data(N), batch_size=8)
+    for other in (torch.utils.data.DataLoader(dataset, batch_size=None), [{}]):
+        with pytest.raises(UsageError, match=rf"tf_dataset\(\) of a {type(other).__name__}; give a NumpyDataset"):
+            sl.tf_dataset(other)
+
+
 def test_an_error_of_the_loader_ends_the_iteration_with_its_message(data):
     dataset = sl.NumpyDataset(data(N), batch_size=8, fields=["wide"], memory=1)
     with pytest.raises(tf.errors.OpError, match="needs memory="):

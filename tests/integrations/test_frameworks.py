@@ -116,7 +116,8 @@ def test_a_run_of_ray_train_goes_on_at_another_world_size(url, tmp_path):
     with tempfile.TemporaryDirectory(
         prefix="sl-", ignore_cleanup_errors=True
     ) as short:  # Ray's sockets need a short path
-        check_run_that_ends(Runs("ray", url, tmp_path, temporary=short), url)
+        runs = Runs("ray", os.path.relpath(url, tmp_path), tmp_path, temporary=short)  # ranks run in another folder
+        check_run_that_ends(runs, url)
 
 
 def check_run_that_ends(runs: Runs, url: str, *more: str) -> None:
@@ -132,7 +133,14 @@ def check_run_that_ends(runs: Runs, url: str, *more: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "more"), [("accelerate", ()), ("transformers", ON_DEVICE), longer("lightning", ON_DEVICE)]
+    ("framework", "more"),
+    [
+        ("accelerate", ()),
+        ("transformers", ()),
+        ("transformers", ON_DEVICE),
+        longer("lightning", ()),
+        longer("lightning", ON_DEVICE),
+    ],
 )
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, more, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
