@@ -137,3 +137,16 @@ def test_the_end_of_a_script_does_not_wait_for_a_device_that_hangs(monkeypatch):
     assert time.monotonic() - begin < 5
     assert held, "what a device may still use is not freed"
     transfers.close()
+
+
+def test_memory_is_watched_only_for_a_device_that_locks_it(url, monkeypatch):
+    for device in (None, "cpu"):
+        dataset = sl.StreamingDataset(url, batch_size=64, device=device, num_workers=0)
+        arena = dataset._engine().executor.arena
+        before = len(arena.references)
+        assert len(list(dataset)) == len(dataset)
+        assert len(arena.references) == before
+    watched: list[Any] = []
+    monkeypatch.setattr(device_module, "page_lock_of", lambda _: watched.append)
+    assert list(sl.StreamingDataset(url, batch_size=64, device="cpu", num_workers=0))
+    assert watched

@@ -196,7 +196,7 @@ class Buffers:
         give_up: Callable[[], bool] = bool,
     ) -> None:
         self._arena = arena
-        self.prepare: Callable[[Bytes], object] = lambda _: None
+        self.prepare: Callable[[Bytes], object] | None = None
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
@@ -269,8 +269,8 @@ class Buffers:
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         """Return new memory, counted until it is deleted."""
         array = self._arena.allocate(size)
-        if (reference := self.prepare(array)) is not None:
-            self._arena.references[address(array)] = reference
+        if self.prepare is not None:
+            self._arena.references[address(array)] = self.prepare(array)
         with self._lock:
             self._allocated += array.nbytes
         self._when_deleted(array, partial(self._freed.append, array.nbytes))

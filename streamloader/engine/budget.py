@@ -39,8 +39,9 @@ class Demand:
     """The memory that a pass needs, or that one field adds to it; sizes in bytes.
 
     `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
-    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields. `pieces`:
-    requests of a block. `most_threads`: requests in flight without `memory`.
+    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields, and batches
+    that are copied to a device beside the usual ones. `pieces`: requests of a block. `most_threads`: requests in flight
+    without `memory`.
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
@@ -201,7 +202,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     if least > limit:
         raise MemoryBudgetError(
             f"the shuffle window needs memory={least} bytes for each rank ({demand.slots} blocks of "
-            f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
+            f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields and copies of "
             f"{demand.resident_bytes}, indexes and plans of {demand.index_bytes}, one request), "
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
             f"give memory={least} or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=)",

@@ -232,7 +232,7 @@ class LoaderConfig:
     rank: int = 0
     tensors: str = ""
     ahead: int = 0
-    page_lock: Callable[[NDArray[np.uint8]], object] = len
+    page_lock: Callable[[NDArray[np.uint8]], object] | None = None
 
     @property
     def pads(self) -> dict[str, Pad]:

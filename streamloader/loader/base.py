@@ -361,9 +361,9 @@ class Loader:
     _new_epochs: Callable[[], Epochs] = Epochs
     _worker_info: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)  # (number, count) in workers
 
-    def _page_lock(self) -> Callable[[NDArray[np.uint8]], object]:
-        """Return what is called with new memory of batches, which a device is to copy from."""
-        return len
+    def _page_lock(self) -> Callable[[NDArray[np.uint8]], object] | None:
+        """Return what is called with new memory of batches, if a device is to copy from it."""
+        return None
 
     def _open_transfers(self) -> Any:
         """Return what copies the batches of passes to a device, None without one: see `pytorch/device.py`."""

@@ -84,7 +84,7 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
         return chosen._replace(convert=partial(device.to_cast_tensors, self._cast)) if on_host else chosen
 
     def _page_lock(self) -> Any:
-        return len if self._options.device is None else device.page_lock_of(self._options.device)
+        return None if self._options.device is None else device.page_lock_of(self._options.device)
 
     def _open_transfers(self) -> Any:
         given = self._options

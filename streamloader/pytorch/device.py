@@ -101,10 +101,10 @@ def check_normalized(cast: Cast, names: Iterable[str]) -> None:
             raise UsageError(problem, "give a floating-point dtype, or leave normalize= out")
 
 
-def page_lock_of(given: Any) -> Callable[[NDArray[np.uint8]], object]:
-    """Return what is called with new memory of batches that are copied to the device `given`."""
+def page_lock_of(given: Any) -> Callable[[NDArray[np.uint8]], object] | None:
+    """Return what is called with new memory of batches that are copied to the device `given`, None for the CPU."""
     chosen = choose_device(given)
-    return partial(page_lock, chosen) if chosen.type == "cuda" else len
+    return partial(page_lock, chosen) if chosen.type == "cuda" else None
 
 
 def runtime_of(device: torch.device) -> SimpleNamespace:
