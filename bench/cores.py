@@ -116,13 +116,18 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--profile", metavar="FOLDER", help="also record the stacks of images and vectors with py-spy")
     found.add_argument("--seconds", type=float, default=540.0, help="for all runs, once the data is there")
     found.add_argument("--each", type=float, default=3.0, help="seconds that a run measures, after its first epoch")
-    found.add_argument("--part", type=int, default=1, help="the data is so many times smaller")
-    found.add_argument("--prepare", action="store_true", help="make the data only")
-    found.add_argument("--out", metavar="NAME", default="cores", help="results/NAME.jsonl and NAME.md")
-    found.add_argument("--data", default=str(DATA))
-    found.add_argument("--results", default=str(RESULTS))
+    add_data_options(found, "cores")
     found.set_defaults(counts=COUNTS)
     return found
+
+
+def add_data_options(found: argparse.ArgumentParser, out: str) -> None:
+    """Add the options that say where data and results are; results are called `out` by default."""
+    found.add_argument("--part", type=int, default=1, help="the data is so many times smaller")
+    found.add_argument("--prepare", action="store_true", help="make the data only")
+    found.add_argument("--out", metavar="NAME", default=out, help="results/NAME.jsonl and NAME.md")
+    found.add_argument("--data", default=str(DATA))
+    found.add_argument("--results", default=str(RESULTS))
 
 
 def runs(options: argparse.Namespace, place: str) -> Iterator[Run]:

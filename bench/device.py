@@ -27,13 +27,12 @@ from typing import Any
 from bench import contestants, cores, device_page, device_trace
 from bench.__main__ import alone
 from bench.contestants import Contestant, ContestError
-from bench.context import RESULTS, Bench, Place
+from bench.context import Bench, Place
 from bench.objects import recall
 from bench.photos import photographs
 from bench.plan import Settings
 from bench.progress import showing
 from bench.servers import Endpoint, nginx
-from bench.workloads import DATA
 
 LIMIT_SECONDS = 345.0
 RUN_SECONDS = 18.0  # about what a run takes, its start included
@@ -120,12 +119,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--quick", action="store_true", help="small models and data, all in one process")
     found.add_argument("--only", nargs="*", metavar="RUN", choices=[run.name for run in RUNS], help="default: all")
     found.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for everything, data included")
-    found.add_argument("--part", type=int, default=1, help="the data is so many times smaller")
-    found.add_argument("--prepare", action="store_true", help="make the data only")
     found.add_argument("--page", action="store_true", help="measure nothing: make the page and the pictures again")
-    found.add_argument("--out", metavar="NAME", default="device", help="results/NAME.jsonl and NAME.md")
-    found.add_argument("--data", default=str(DATA))
-    found.add_argument("--results", default=str(RESULTS))
+    cores.add_data_options(found, "device")
     found.set_defaults(here=True)
     return found
 
