@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the command line starts without numpy
     from numpy.typing import NDArray
 
 MIB = 1 << 20
+EXIF_HEADER = 14  # bytes of the Exif data of a JPEG before what they say: "Exif", two zeros, and the header of a TIFF
 
 CodecChoice = Literal["auto", "none", "lz4", "zstd"]
 Remainder = Literal["pad", "drop", "uneven"]
@@ -288,9 +289,10 @@ class Decode(_Cropped):
     fields): False for what is cut away. `with_crop`: a batch has the column `image_crop` (by the name of the field):
     top, left, height and width of each crop in pixels of the whole image, and 1 if the result is flipped.
 
-    `device`: decodes JPEG there, "cuda" or "cuda:1" by nvJPEG (torchvision's), and crops, resizes and normalises all
-    images of a batch together: the batch has a tensor on the device. "cpu" does the same steps on the CPU, for tests.
-    It needs `size`. Pixels differ slightly from those of the CPU's decoder, which decodes what nvJPEG cannot.
+    `device`: decodes JPEG there, "cuda" or "cuda:1" by nvJPEG (TorchCodec's call, or torchvision's), and crops,
+    resizes and normalises all images of a batch together: the batch has a tensor on the device. "cpu" does the same
+    steps on the CPU, for tests. It needs `size`. Pixels differ slightly from those of the CPU's decoder, which decodes
+    what nvJPEG cannot.
 
     `views`: several crops of each image, which is decoded once. A batch has the column `image_name` (by the names of
     the field and of the view) in place of `image`, of shape (batch, count, height, width, channels), or with "CHW"

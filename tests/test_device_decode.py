@@ -1,9 +1,10 @@
 """`Decode(device=)`: the pixels, crops, bad samples and states of images that a device decodes.
 
-Without a GPU and torchvision they run with the device "cpu", which decodes whole pictures here and does all other steps
-as a GPU does; it repeats chroma as nvJPEG does.
+Without a GPU, or without TorchCodec and torchvision, they run with the device "cpu", which decodes whole pictures here
+and does all other steps as a GPU does; it repeats chroma as nvJPEG does.
 """
 
+import enum
 import io
 import json
 import logging
@@ -20,7 +21,7 @@ import torch
 from datasets import assert_threads_end, write_images
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from test_crop import NOISE, as_jpeg
 from test_targets import N as PICTURES
 from test_targets import pictures
@@ -29,12 +30,12 @@ from torchrun import run_python
 
 import streamloader as sl
 from streamloader.errors import DecodeError, StateError, UsageError
-from streamloader.images.decode import is_for_device
+from streamloader.images.decode import exif_positions, is_for_device
 from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop, View
 from streamloader.pytorch import images
 
 __all__ = ["pictures"]  # a fixture
-DEVICE = "cuda" if torch.cuda.is_available() and find_spec("torchvision") else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() and (find_spec("torchcodec") or find_spec("torchvision")) else "cpu"
 RANDOM = RandomResizedCrop(scale=(0.2, 1), flip=0.5)
 
 
@@ -129,6 +130,39 @@ def test_images_are_turned_and_flipped_before_they_are_resized(turn, tmp_path):
         expected, got, _ = both(tmp_path / "d", **options)
         assert np.abs(got - expected).mean() <= 1
         assert np.percentile(np.abs(got - expected), 99) <= 10
+
+
+def test_decoders_that_turn_pictures_get_files_without_an_orientation(tmp_path, monkeypatch):
+    def turn_pictures(files: list[torch.Tensor], _: torch.device, channels: int) -> list[torch.Tensor]:
+        opened = [ImageOps.exif_transpose(Image.open(io.BytesIO(file.numpy().tobytes()))) for file in files]
+        pixels = [np.array(image.convert("RGB" if channels == 3 else "L")) for image in opened]
+        return [torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1) for array in pixels]
+
+    y, x = np.mgrid[0:60, 0:100]
+    pixels = np.stack([x * 2, y * 4, x + y], axis=2).astype(np.uint8)
+    write_images(tmp_path / "d", [turned(pixels[: 60 - i], i, subsampling=0) for i in range(1, 9)])
+    monkeypatch.setattr(images, "_decode_here", turn_pictures)
+    for options in ({}, {"orientation": False}, {"mode": "L", "crop": RANDOM}):
+        expected, got, stats = both(tmp_path / "d", size=(41, 37), **options)
+        assert np.abs(got - expected).max() <= 4
+        assert stats.decoded_on_cpu == 0
+
+
+def test_where_exif_data_begin(tmp_path):
+    upright = as_jpeg(NOISE)
+    data = turned(NOISE, 6)
+    (at,) = exif_positions(memoryview(data))
+    assert data[at : at + 8] == b"Exif\0\0MM"
+    assert exif_positions(memoryview(upright)) == []
+    short = b"\xff\xe1\x00\x0fExif\0\0MM\0\x2a\0\0\0"
+    assert exif_positions(memoryview(upright[:2] + short + upright[2:])) == []
+    segment = data[at - 4 : at - 2 + int.from_bytes(data[at - 2 : at], "big")]
+    twice = data[: at - 4] + segment + data[at - 4 :]
+    assert len(exif_positions(memoryview(twice))) == 2
+    assert is_for_device(memoryview(data))
+    assert not is_for_device(memoryview(twice))
+    behind = upright[: upright.index(b"\xff\xda")] + b"\xff\xda\0\0" + segment
+    assert exif_positions(memoryview(behind)) == [], "what follows the header is data"
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (3, 5), (17, 9)])
@@ -319,14 +353,15 @@ def test_datasets_that_need_images_on_the_cpu_are_errors(of_kind):
         next(iter(loader))
 
 
-def test_cuda_needs_a_gpu_and_torchvision(of_kind, monkeypatch):
+def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, monkeypatch):
     decode = Decode(size=(4, 4), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="torch finds no GPU"):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("streamloader.pytorch.images.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install torchvision"):
+    for package in ("torchcodec", "torchvision"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=r"pip install 'torchcodec>=0\.16'"):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
 
 
@@ -399,26 +434,48 @@ def test_the_thread_that_decodes_has_the_device_and_a_stream_of_its_own(monkeypa
     assert images.device_decoder("cuda:3") == (decode, wait), "one stream for all datasets"
 
 
+def module(name: str, **content: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(content)
+    return made
+
+
+class DoesNotLoad(types.ModuleType):
+    """A package that was built for another torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError("libtorch_cuda.so: cannot open shared object file")
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_one_call_of_torchvision_decodes_a_part_on_a_stream_that_is_complete(mode, monkeypatch):
-    """The call that needs a GPU, with doubles of torchvision and of the stream."""
+@pytest.mark.parametrize("torchcodec", ["installed", "missing", "older", "does not load"])
+def test_one_call_of_a_package_decodes_a_part_on_a_stream_that_is_complete(torchcodec, mode, monkeypatch):
+    """The call that needs a GPU, with doubles of TorchCodec, torchvision and of the stream."""
     calls: list[Any] = []
 
-    def decode_jpeg(files: list[torch.Tensor], *, mode: str, device: torch.device) -> list[torch.Tensor]:
+    def decode_jpeg(files: list[torch.Tensor], *, mode: Any, device: torch.device) -> list[torch.Tensor]:
         calls.append((mode, device, len(files)))
-        return images._decode_here(files, device, 3 if mode == "RGB" else 1)
+        return images._decode_here(files, device, 3 if mode in ("RGB", 3) else 1)
 
-    io_module = types.ModuleType("torchvision.io")
-    io_module.decode_jpeg = decode_jpeg  # type: ignore[attr-defined]
-    io_module.ImageReadMode = types.SimpleNamespace(RGB="RGB", GRAY="GRAY")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.io", io_module)
+    decoders: types.ModuleType | None = {
+        "installed": module("torchcodec.decoders", decode_jpeg=decode_jpeg),
+        "missing": None,
+        "older": module("torchcodec.decoders"),
+        "does not load": DoesNotLoad("torchcodec.decoders"),
+    }[torchcodec]
+    modes = enum.Enum("ImageReadMode", {"GRAY": 1, "RGB": 3})
+    of_torchvision = {"decode_jpeg": lambda files, mode, device: decode_jpeg(files, mode=mode.value, device=device)}
+    monkeypatch.setitem(sys.modules, "torchcodec", module("torchcodec"))
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
+    monkeypatch.setitem(sys.modules, "torchvision", module("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.io", module("io", ImageReadMode=modes, **of_torchvision))
     stream: Any = types.SimpleNamespace(synchronize=lambda: calls.append("complete"))
     files = [torch.frombuffer(bytearray(as_jpeg(NOISE)), dtype=torch.uint8) for _ in range(3)]
     device, channels = torch.device("cpu"), 3 if mode == "RGB" else 1
     made = images._decode_by_nvjpeg(stream, files, device, channels)
     assert [tuple(each.shape) for each in made] == [(channels, *NOISE.shape[:2])] * 3
-    assert calls == ["complete", ("RGB" if mode == "RGB" else "GRAY", device, 3)]
+    named = ("RGB" if mode == "RGB" else "GRAY") if torchcodec == "installed" else channels
+    assert calls == ["complete", (named, device, 3)]
 
 
 LEAVING = """

@@ -200,7 +200,7 @@ def _decode_padded(
 
 
 # of an image that does not decode: its first pixel, which no device decodes
-NO_CROP = (0, 0, 1, 1, 0, 1, 1, 0, 0)
+NO_CROP = (0, 0, 1, 1, 0, 1, 1, 0, 0, 0)
 # The images that a device may decode: where each is in the arena, the pixels of those that were decoded by the CPU, and
 # the crops, which tell the two apart; see `ImageDecoder.decode`.
 OnDevice = tuple[Ints, NDArray[np.uint8], Ints]
@@ -540,7 +540,7 @@ class Stages:
         parts = _divide(len(slot_rows), max(1, min(most, len(slot_rows) // least)))
         decoders = {name: decoder for name, decoder in self._config.decoders.items() if not decoder.mask}
         crops = {
-            name: self._buffers.lease((len(slot_rows), 7 if decoder.options.device is None else 9), "int64")
+            name: self._buffers.lease((len(slot_rows), 7 if decoder.options.device is None else 10), "int64")
             for name, decoder in decoders.items()
         }
         images = {name: self._images(batch, name, slot_rows) for name in crops}

@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 from streamloader.errors import DecodeError, UsageError
 from streamloader.format.values import AUDIO, sniff
 from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, orientation
-from streamloader.options import CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
+from streamloader.options import EXIF_HEADER, CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
 
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.uint8]
@@ -180,7 +180,7 @@ def is_sequential(data: memoryview) -> bool:
 
 def _metadata(data: memoryview) -> list[bytes]:
     """Return the EXIF data and the XMP of a JPEG, empty if it has none."""
-    starts = [at for marker, at in _segments(data) if marker == 0xE1]
+    starts = [at for marker, at in _segments(data) if marker == _APP1]
     parts = [bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")]) for at in starts]
     heads = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0")
     return [next((part for part in parts if part.startswith(head)), b"") for head in heads]
@@ -194,12 +194,20 @@ def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
             at += 1
             continue
         yield data[at + 1], at
+        if data[at + 1] == _SOS:  # data follow it, not a segment
+            return
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+
+
+def exif_positions(data: memoryview) -> list[int]:
+    """Return where Exif data begin in a JPEG, with a header of `EXIF_HEADER` bytes; seldom more than one place."""
+    starts = [at for marker, at in _segments(data) if marker == _APP1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0"]
+    return [at + 4 for at in starts if int.from_bytes(data[at + 2 : at + 4], "big") >= 2 + EXIF_HEADER]
 
 
 # The sampling factors of Y, Cb and Cr that nvJPEG knows: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and 4:1:1.
 _SAMPLINGS = frozenset(bytes([luma, 0x11, 0x11]) for luma in (0x11, 0x21, 0x22, 0x12, 0x41))
-_BASELINE, _PROGRESSIVE, _APP14 = 0xC0, 0xC2, 0xEE
+_BASELINE, _PROGRESSIVE, _APP1, _APP14 = 0xC0, 0xC2, 0xE1, 0xEE
 
 
 def is_for_device(data: memoryview) -> bool:
@@ -208,7 +216,7 @@ def is_for_device(data: memoryview) -> bool:
     It is baseline with one scan, or progressive. What is damaged inside is not found here.
     """
     components, progressive = 0, False
-    if data[:3] != _JPEG_MAGIC or data[-2:] != _EOI:
+    if data[:3] != _JPEG_MAGIC or data[-2:] != _EOI or len(exif_positions(data)) > 1:
         return False
     for marker, at in _segments(data):
         if marker == _APP14 and bytes(data[at + 4 : at + 9]) == b"Adobe" and not any(data[at + 15 : at + 16]):
@@ -434,8 +442,9 @@ class ImageDecoder:
 
         `numbers`: the `draws` of this sample, for a random crop; by default those of position `sample` with seed 0 and
         epoch 0. `crop`: gets the top, left, height and width of the crop, 1 if the result is flipped, and the size of
-        the image that it is of; a mask is cropped as it says. With `Decode(device=)` it has two numbers more: if the
-        device is to decode the image, by how much that is scaled down first, and its EXIF orientation, else zeros.
+        the image that it is of; a mask is cropped as it says. With `Decode(device=)` it has three numbers more: if the
+        device is to decode the image, by how much that is scaled down first, its EXIF orientation, and where its Exif
+        data begin or 0, else zeros.
         Raises `DecodeError`, which names the sample.
         """
         if numbers is None:
@@ -445,10 +454,10 @@ class ImageDecoder:
             shape = (*(self.options.size or header.size), self.options.channels)
             fits = not self.mask or crop is None or header.size == tuple(crop[5:7])
             if fits and (out is None or shape == out.shape):
-                out, left = np.empty(shape, self.dtype) if out is None else out, (0, 0)
+                out, left = np.empty(shape, self.dtype) if out is None else out, (0, 0, 0)
                 if self.options.device is not None and crop is not None and is_for_device(data):
                     ((box, flip),), k = self._views(header, [out], numbers)
-                    left = k, header.turn
+                    left = k, header.turn, next(iter(exif_positions(data)), 0)
                 else:
                     ((box, flip),) = self._decode(data, header, [out], numbers, crop if self.mask else None)
                 if crop is not None and not self.mask:

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from streamloader.errors import UsageError
-from streamloader.options import MIB
+from streamloader.options import EXIF_HEADER, MIB
 
 Ints = NDArray[np.int64]
 # The decoded pictures, and the floats, that a device has at a time.
 PART_BYTES = 256 * MIB
 # The columns of crops, see `ImageDecoder.decode`.
-TOP, LEFT, HEIGHT, WIDTH, FLIP, WHOLE_HEIGHT, WHOLE_WIDTH, SCALE, TURN = range(9)
+TOP, LEFT, HEIGHT, WIDTH, FLIP, WHOLE_HEIGHT, WHOLE_WIDTH, SCALE, TURN, EXIF = range(10)
 
 
 def check_device(device: str) -> None:
@@ -34,15 +34,33 @@ def check_device(device: str) -> None:
         return
     if not torch.cuda.is_available():
         raise UsageError(f"Decode(device={device!r}), and torch finds no GPU", "leave device= out to decode by the CPU")
-    if importlib.util.find_spec("torchvision") is None:
-        raise UsageError(f"Decode(device={device!r}) without torchvision, which has nvJPEG", "pip install torchvision")
+    try:
+        nvjpeg()
+    except ImportError as error:
+        problem = f"Decode(device={device!r}) without TorchCodec or torchvision, which call nvJPEG: {error}"
+        raise UsageError(problem, "pip install 'torchcodec>=0.16'") from error
+
+
+def nvjpeg() -> Callable[..., Sequence[torch.Tensor]]:
+    """Return the batch call of TorchCodec, or else of torchvision: `call(files, mode="RGB" or "GRAY", device=)`.
+
+    TorchCodec's takes the place of torchvision's, which is deprecated since 0.29. Raises `ImportError` without both.
+    """
+    try:
+        from torchcodec.decoders import decode_jpeg as call  # since 0.16
+
+        return call  # type: ignore[no-any-return]
+    except (ImportError, OSError, RuntimeError):  # it is older, or built for another torch
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        return lambda files, mode, device: decode_jpeg(files, mode=ImageReadMode[mode], device=device)
 
 
 def device_decoder(device: str) -> tuple[Callable[..., torch.Tensor], Callable[[], object]]:
     """Return a function that decodes batches on a device, and one that waits until these are complete.
 
     The first one is `decode(memory, (spans, pixels, crops))`: the files are at `spans` (first byte, size) of
-    `memory`, and `crops` are those of `ImageDecoder.decode`, int64 of shape (images, 9). Images that the CPU decoded
+    `memory`, and `crops` are those of `ImageDecoder.decode`, int64 of shape (images, 10). Images that the CPU decoded
     are taken from `pixels`, uint8 of shape (images, height, width, channels). It returns such a tensor. Raises
     `RuntimeError` if a file does not decode.
 
@@ -81,13 +99,9 @@ def _decode_by_nvjpeg(
     stream: torch.cuda.Stream, files: list[torch.Tensor], device: torch.device, channels: int
 ) -> Sequence[torch.Tensor]:
     """Return whole pictures, uint8 of shape (channels, height, width). Raises `RuntimeError` if one does not decode."""
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    # it writes from a stream of its own to memory that this stream may still read
+    # torchvision writes from a stream of its own to memory that this stream may still read
     stream.synchronize()
-    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-    pictures: list[torch.Tensor] = decode_jpeg(files, mode=mode, device=device)
-    return pictures
+    return nvjpeg()(files, mode="RGB" if channels == 3 else "GRAY", device=device)
 
 
 def _decode_here(files: list[torch.Tensor], _: torch.device, channels: int) -> Sequence[torch.Tensor]:
@@ -125,6 +139,9 @@ def _decode(
     files = torch.from_numpy(memory)
     for rows in _parts(np.flatnonzero(crops[:, TURN]), crops, (height, width), channels):
         own = [files[first : first + size] for first, size in spans[rows].tolist()]
+        for number in np.flatnonzero(crops[rows, EXIF]):  # TorchCodec would turn pictures by what it reads there
+            own[number] = own[number].clone()
+            own[number].narrow(0, int(crops[rows[number], EXIF]), EXIF_HEADER).zero_()
         made = _resized(decode(own, device, channels), crops[rows], (height, width))
         if len(rows) == count:
             out.copy_(made)
