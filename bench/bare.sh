@@ -14,7 +14,7 @@ mkdir -p "$folder/wheels" "$folder/debs"
 folder=$(cd "$folder" && pwd)
 
 # torch, torchvision, numpy, OpenCV, pyarrow, pillow, matplotlib, rich and scikit-learn are there
-packages="zarr donfig numcodecs google-crc32c crc32c obstore botocore jmespath s3fs fsspec aiobotocore aioitertools simplejpeg"
+packages="zarr donfig numcodecs google-crc32c crc32c obstore botocore jmespath s3fs fsspec aiobotocore aioitertools simplejpeg torchcodec"
 platforms=$(for n in 35 34 28 27 24 17; do printf -- '--platform manylinux_2_%s_x86_64 ' $n; done)
 for name in $packages; do
     pinned=$(grep -i "^$name==" constraints.txt | head -n 1 | cut -d ';' -f 1 || true)

@@ -36,11 +36,12 @@ ABOUT = (
     " images that wait are uint8, half of a delivered batch in bfloat16."
     " Copies beside kernels: the share of their time during which kernels ran. Waits for events in next(): the"
     " loader waits so while `ahead` copies have not ended.",
-    "torchvision's `decode_jpeg` decodes on the device, through nvJPEG; TorchCodec is not used.",
+    "TorchCodec's `decode_jpeg` decodes on the device, through nvJPEG, or else torchvision's; the list has each alone.",
 )
 NONE_YET = (
     "No run on a GPU has measured the loader's own copies to the device yet, nor its decoding there: figures below are"
-    " of other ways, and of torchvision's call alone."
+    " of other ways, and of torchvision's call alone. TorchCodec's call is not measured here either; its developers"
+    " found it as fast as torchvision's or faster (https://github.com/meta-pytorch/torchcodec/issues/1560)."
 )
 OURS = ("raw", "jpeg", "nvjpeg", "tokens")
 ON_THE_DEVICE = "on the device (bound)"
@@ -283,8 +284,8 @@ def others(lines: Sequence[Line]) -> str:
                 for memory, rate in line["gigabytes_per_second"].items()
             )
             found.append(f"- Copies to the device: {rates}.")
-        elif line["kind"] == "nvjpeg" and "failed" not in line and "rate" in line:
-            found.append(f"- nvJPEG through torchvision: {line['rate']:,.0f} images/s, batches of {line['batch']}.")
+        for package, rate in line.get("rates", {}).items():
+            found.append(f"- nvJPEG through {package}: {rate:,.0f} images/s, batches of {line['batch']}.")
         if why := line.get("failed") or line.get("unsupported"):
             found.append(f"- {name} {NOT_MEASURED}: {why}")
     return "\n".join([*found, ""]) if found else ""

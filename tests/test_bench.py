@@ -494,6 +494,8 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
     (tmp_path / "x-traces").mkdir()
     (tmp_path / "x-traces" / "y").write_bytes(b"no trace")
     lines += [{**trained("", "", 0), "kind": "nvjpeg", "failed": "no | decoder"}]
+    rates = {"torchcodec": 31_000.0, "torchvision": 30_000.0}
+    lines += [{**trained("", "", 0), "kind": "nvjpeg", "rates": rates, "batch": 256}]
     lines = [{**one, "run": "3" if one["time"] == "2026-12-01" else one["run"]} for one in lines]
     (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [*lines, {**lines[-1], **failed}]))
     page = device_page.write("x", tmp_path).read_text()
@@ -502,6 +504,8 @@ def test_the_page_of_devices_has_every_run_newest_first_and_what_failed(tmp_path
     assert "| **raw** | 980 | 0.980 | 2.0% | 4.0% | 1.0% | 5.00 | 5.0% | 2.50 |" in page
     assert "| resnet50 raw | 6 | 2 | 1.0 | 90.0% | none | none |" in page
     assert "- resnet18 nvjpeg not measured: RuntimeError: no" in page
+    for package, rate in {"torchcodec": "31,000", "torchvision": "30,000"}.items():
+        assert f"- nvJPEG through {package}: {rate} images/s, batches of 256." in page
     assert "| raw .to(device) | 3,710 | 0.79 |" in page and "16.5 GB/s from ordinary memory, 54.1 GB/s" in page
     assert (tmp_path / "x.png").stat().st_size > 5000 and "![x.png](x.png)" in page
 
