@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
+	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
@@ -70,6 +71,26 @@ test-integrations: $(INTEGRATIONS)/.installed
 test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
+
+test-horovod: $(INTEGRATIONS)/.horovod
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations/test_frameworks.py -m long -k horovod
+
+# its source asks for an older C++ than the headers of torch need
+$(INTEGRATIONS)/.horovod: export MAKEFLAGS =
+$(INTEGRATIONS)/.horovod: export HOROVOD_WITH_PYTORCH = 1
+$(INTEGRATIONS)/.horovod: export HOROVOD_WITH_GLOO = 1
+$(INTEGRATIONS)/.horovod: export HOROVOD_WITHOUT_MPI = 1
+$(INTEGRATIONS)/.horovod: export HOROVOD_WITHOUT_TENSORFLOW = 1
+$(INTEGRATIONS)/.horovod: export HOROVOD_WITHOUT_MXNET = 1
+$(INTEGRATIONS)/.horovod: $(INTEGRATIONS)/.installed
+	@echo "building Horovod in $(INTEGRATIONS), once: some minutes"
+	@rm -rf build/horovod && mkdir -p build/horovod
+	@$(INTEGRATIONS)/bin/python $(INSTALL) cloudpickle packaging psutil pyyaml 'setuptools<81' wheel
+	@$(INTEGRATIONS)/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary horovod --constraint constraints.txt --dest build/horovod horovod
+	@tar -xzf build/horovod/horovod-*.tar.gz -C build/horovod --strip-components=1
+	@sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' build/horovod/CMakeLists.txt build/horovod/horovod/torch/CMakeLists.txt
+	@PATH="$(CURDIR)/$(INTEGRATIONS)/bin:$$PATH" $(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --no-build-isolation build/horovod/
+	@touch $@
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader/format/_rows.c streamloader/order/_packing.c
 	@echo "installing into $(INTEGRATIONS), once: some minutes"

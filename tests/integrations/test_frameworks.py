@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from streamloader.demo.run import write_photographs
 EXAMPLES = TESTS.parent / "examples"
 EPOCHS = 3
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +54,14 @@ class Runs:
         script = str(EXAMPLES / f"{self._framework}_train.py")
         given = stopping_at(self.folder / "stop", until) if until else environment()
         given |= {"HOME": str(self.folder), "PYTHONPATH": os.pathsep.join([str(EXAMPLES), given["PYTHONPATH"]])}
-        launch = (
-            [script, f"--ranks={ranks}"]
-            if self._framework == "ray"
-            else [*TORCHRUN, f"--nproc-per-node={ranks}", script]
-        )
+        launchers = {
+            "ray": [sys.executable, script, f"--ranks={ranks}"],
+            "horovod": [*HOROVODRUN, "-np", str(ranks), sys.executable, script],
+        }
+        torchrun = [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", script]
         with (self.folder / f"stderr-{self._count}").open("w") as errors:
             return subprocess.Popen(
-                [sys.executable, *launch, self._url, *options, *more],
+                [*launchers.get(self._framework, torchrun), self._url, *options, *more],
                 env=given | {"PYTHONWARNINGS": "default", "TMPDIR": self._temporary},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -118,6 +120,12 @@ def test_a_run_of_ray_train_goes_on_at_another_world_size(url, tmp_path):
     ) as short:  # Ray's sockets need a short path
         runs = Runs("ray", os.path.relpath(url, tmp_path), tmp_path, temporary=short)  # ranks run in another folder
         check_run_that_ends(runs, url)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("horovod") is None, reason="make test-horovod builds it")
+def test_a_run_of_horovod_goes_on_at_another_world_size(url, tmp_path):
+    check_run_that_ends(Runs("horovod", url, tmp_path), url)
 
 
 def check_run_that_ends(runs: Runs, url: str, *more: str) -> None:
