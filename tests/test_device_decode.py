@@ -30,7 +30,7 @@ from torchrun import run_python
 
 import streamloader as sl
 from streamloader.errors import DecodeError, StateError, UsageError
-from streamloader.images.decode import exif_positions, is_for_device
+from streamloader.images.decode import device_exif
 from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop, View
 from streamloader.pytorch import images
 
@@ -148,21 +148,19 @@ def test_decoders_that_turn_pictures_get_files_without_an_orientation(tmp_path, 
         assert stats.decoded_on_cpu == 0
 
 
-def test_where_exif_data_begin(tmp_path):
+def test_where_exif_data_begin():
     upright = as_jpeg(NOISE)
     data = turned(NOISE, 6)
-    (at,) = exif_positions(memoryview(data))
-    assert data[at : at + 8] == b"Exif\0\0MM"
-    assert exif_positions(memoryview(upright)) == []
+    at = data.index(b"Exif\0\0MM")
+    assert device_exif(memoryview(data)) == at
+    assert device_exif(memoryview(upright)) == 0
     short = b"\xff\xe1\x00\x0fExif\0\0MM\0\x2a\0\0\0"
-    assert exif_positions(memoryview(upright[:2] + short + upright[2:])) == []
+    assert device_exif(memoryview(upright[:2] + short + upright[2:])) == 0
     segment = data[at - 4 : at - 2 + int.from_bytes(data[at - 2 : at], "big")]
     twice = data[: at - 4] + segment + data[at - 4 :]
-    assert len(exif_positions(memoryview(twice))) == 2
-    assert is_for_device(memoryview(data))
-    assert not is_for_device(memoryview(twice))
-    behind = upright[: upright.index(b"\xff\xda")] + b"\xff\xda\0\0" + segment
-    assert exif_positions(memoryview(behind)) == [], "what follows the header is data"
+    assert device_exif(memoryview(twice)) is None
+    behind = upright[:-2] + segment + upright[-2:]
+    assert device_exif(memoryview(behind)) == 0, "what follows the header is data"
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (3, 5), (17, 9)])
@@ -201,9 +199,9 @@ def test_what_the_device_cannot_decode_is_decoded_by_the_cpu_and_counted(tmp_pat
     rgb = as_jpeg(NOISE, keep_rgb=True)
     behind = as_jpeg(NOISE) + b"more"
     others = [out.getvalue(), png.getvalue(), rgb, behind]
-    assert not any(is_for_device(memoryview(data)) for data in others)
+    assert not any(device_exif(memoryview(data)) is not None for data in others)
     usual = [as_jpeg(NOISE, **{"subsampling": 0, **options}) for options in KINDS.values()]
-    assert all(is_for_device(memoryview(data)) for data in usual)
+    assert all(device_exif(memoryview(data)) == 0 for data in usual)
     write_images(tmp_path / "d", others + usual, "mixed")
     for workers in (0, 2):
         decode = Decode(size=(90, 70), device=DEVICE)
@@ -405,11 +403,11 @@ def test_any_bytes_are_decided_by_their_header():
     rng = np.random.default_rng(0)
     whole = as_jpeg(NOISE)
     for length in range(0, 700):
-        assert not is_for_device(memoryview(whole[:length] + b"\xff\xd9")) or length > whole.index(b"\xff\xda")
+        assert device_exif(memoryview(whole[:length] + b"\xff\xd9")) is None or length > whole.index(b"\xff\xda")
     for _ in range(2000):
         data = bytearray(whole[:640] + b"\xff\xd9")
         data[int(rng.integers(3, 640))] = int(rng.integers(0, 256))
-        is_for_device(memoryview(data))
+        device_exif(memoryview(data))
 
 
 def test_the_thread_that_decodes_has_the_device_and_a_stream_of_its_own(monkeypatch):

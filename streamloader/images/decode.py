@@ -199,37 +199,42 @@ def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
 
 
-def exif_positions(data: memoryview) -> list[int]:
-    """Return where Exif data begin in a JPEG, with a header of `EXIF_HEADER` bytes; seldom more than one place."""
-    starts = [at for marker, at in _segments(data) if marker == _APP1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0"]
-    return [at + 4 for at in starts if int.from_bytes(data[at + 2 : at + 4], "big") >= 2 + EXIF_HEADER]
-
-
 # The sampling factors of Y, Cb and Cr that nvJPEG knows: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and 4:1:1.
 _SAMPLINGS = frozenset(bytes([luma, 0x11, 0x11]) for luma in (0x11, 0x21, 0x22, 0x12, 0x41))
 _BASELINE, _PROGRESSIVE, _APP1, _APP14 = 0xC0, 0xC2, 0xE1, 0xEE
 
 
-def is_for_device(data: memoryview) -> bool:
-    """Return whether nvJPEG decodes a file as the CPU does: a complete JPEG of 8 bits, gray or YCbCr.
+def device_exif(data: memoryview) -> int | None:
+    """Return where Exif data begin in a file that nvJPEG decodes as the CPU does, 0 without any; None of other files.
 
-    It is baseline with one scan, or progressive. What is damaged inside is not found here.
+    It is a complete JPEG of 8 bits, gray or YCbCr, baseline with one scan, or progressive, with one segment of Exif
+    data at most. What is damaged inside is not found here.
     """
-    components, progressive = 0, False
-    if data[:3] != _JPEG_MAGIC or data[-2:] != _EOI or len(exif_positions(data)) > 1:
-        return False
+    components, progressive, exif = 0, False, 0
+    if data[:3] != _JPEG_MAGIC or data[-2:] != _EOI:
+        return None
     for marker, at in _segments(data):
         if marker == _APP14 and bytes(data[at + 4 : at + 9]) == b"Adobe" and not any(data[at + 15 : at + 16]):
-            return False  # RGB
-        if marker in (_BASELINE, _PROGRESSIVE):
+            return None  # RGB
+        if marker == _APP1 and _has_exif(data, at):
+            if exif:
+                return None
+            exif = at + 4
+        elif marker in (_BASELINE, _PROGRESSIVE):
             components, progressive = data[at + 9], marker == _PROGRESSIVE
             table = bytes(data[at + 10 : at + 10 + 3 * components])
             ycbcr = table[1::3] in _SAMPLINGS and table[::3] != b"RGB"
             if data[at + 4] != 8 or not (components == 1 or ycbcr):
-                return False
+                return None
         elif marker == _SOS:
-            return components > 0 and (progressive or data[at + 4] == components)
-    return False
+            return exif if components > 0 and (progressive or data[at + 4] == components) else None
+    return None
+
+
+def _has_exif(data: memoryview, at: int) -> bool:
+    """Return whether a segment has Exif data that may say an orientation."""
+    size = int.from_bytes(data[at + 2 : at + 4], "big") - 2
+    return size >= EXIF_HEADER and bytes(data[at + 4 : at + 10]) == b"Exif\0\0"
 
 
 # "mixed" is for an image folder with several of the others
@@ -455,9 +460,10 @@ class ImageDecoder:
             fits = not self.mask or crop is None or header.size == tuple(crop[5:7])
             if fits and (out is None or shape == out.shape):
                 out, left = np.empty(shape, self.dtype) if out is None else out, (0, 0, 0)
-                if self.options.device is not None and crop is not None and is_for_device(data):
+                on_device = self.options.device is not None and crop is not None
+                if on_device and (exif := device_exif(data)) is not None:
                     ((box, flip),), k = self._views(header, [out], numbers)
-                    left = k, header.turn, next(iter(exif_positions(data)), 0)
+                    left = k, header.turn, exif
                 else:
                     ((box, flip),) = self._decode(data, header, [out], numbers, crop if self.mask else None)
                 if crop is not None and not self.mask:
