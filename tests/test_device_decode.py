@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import types
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -351,15 +352,39 @@ def test_datasets_that_need_images_on_the_cpu_are_errors(of_kind):
         next(iter(loader))
 
 
-def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, monkeypatch):
+def module(name: str, **content: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(content)
+    return made
+
+
+class DoesNotLoad(types.ModuleType):
+    """A package that was built for another torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError("libtorch_cuda.so: cannot open shared object file")
+
+
+@pytest.fixture
+def packages(monkeypatch) -> Iterator[Callable[..., None]]:
+    """A function that takes the place of modules, so that `nvjpeg` imports what it is given."""
+    images.nvjpeg.cache_clear()
+    yield lambda **modules: [monkeypatch.setitem(sys.modules, name, made) for name, made in modules.items()]
+    images.nvjpeg.cache_clear()
+
+
+def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, packages, monkeypatch):
     decode = Decode(size=(4, 4), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="torch finds no GPU"):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for package in ("torchcodec", "torchvision"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=r"pip install 'torchcodec>=0\.16'"):
+    for torchvision in (None, DoesNotLoad("torchvision")):
+        packages(**{"torchcodec": None, "torchvision": torchvision, "torchvision.io": torchvision})
+        with pytest.raises(UsageError, match=r"pip install 'torchcodec>=0\.16'"):
+            sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
+    packages(**{"torchcodec": None, "torchvision": None})
+    with pytest.raises(UsageError, match="without TorchCodec or torchvision"):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
 
 
@@ -432,22 +457,9 @@ def test_the_thread_that_decodes_has_the_device_and_a_stream_of_its_own(monkeypa
     assert images.device_decoder("cuda:3") == (decode, wait), "one stream for all datasets"
 
 
-def module(name: str, **content: Any) -> types.ModuleType:
-    made = types.ModuleType(name)
-    vars(made).update(content)
-    return made
-
-
-class DoesNotLoad(types.ModuleType):
-    """A package that was built for another torch."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise OSError("libtorch_cuda.so: cannot open shared object file")
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("torchcodec", ["installed", "missing", "older", "does not load"])
-def test_one_call_of_a_package_decodes_a_part_on_a_stream_that_is_complete(torchcodec, mode, monkeypatch):
+def test_one_call_of_a_package_decodes_a_part_on_a_stream_that_is_complete(torchcodec, mode, packages):
     """The call that needs a GPU, with doubles of TorchCodec, torchvision and of the stream."""
     calls: list[Any] = []
 
@@ -463,10 +475,10 @@ def test_one_call_of_a_package_decodes_a_part_on_a_stream_that_is_complete(torch
     }[torchcodec]
     modes = enum.Enum("ImageReadMode", {"GRAY": 1, "RGB": 3})
     of_torchvision = {"decode_jpeg": lambda files, mode, device: decode_jpeg(files, mode=mode.value, device=device)}
-    monkeypatch.setitem(sys.modules, "torchcodec", module("torchcodec"))
-    monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
-    monkeypatch.setitem(sys.modules, "torchvision", module("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.io", module("io", ImageReadMode=modes, **of_torchvision))
+    packages(**{"torchcodec": module("torchcodec"), "torchcodec.decoders": decoders})
+    packages(
+        **{"torchvision": module("torchvision"), "torchvision.io": module("io", ImageReadMode=modes, **of_torchvision)}
+    )
     stream: Any = types.SimpleNamespace(synchronize=lambda: calls.append("complete"))
     files = [torch.frombuffer(bytearray(as_jpeg(NOISE)), dtype=torch.uint8) for _ in range(3)]
     device, channels = torch.device("cpu"), 3 if mode == "RGB" else 1

@@ -36,15 +36,17 @@ def check_device(device: str) -> None:
         raise UsageError(f"Decode(device={device!r}), and torch finds no GPU", "leave device= out to decode by the CPU")
     try:
         nvjpeg()
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         problem = f"Decode(device={device!r}) without TorchCodec or torchvision, which call nvJPEG: {error}"
         raise UsageError(problem, "pip install 'torchcodec>=0.16'") from error
 
 
+@cache  # to import what does not load takes long
 def nvjpeg() -> Callable[..., Sequence[torch.Tensor]]:
     """Return the batch call of TorchCodec, or else of torchvision: `call(files, mode="RGB" or "GRAY", device=)`.
 
-    TorchCodec's takes the place of torchvision's, which is deprecated since 0.29. Raises `ImportError` without both.
+    TorchCodec's takes the place of torchvision's, which is deprecated since 0.29. Raises `ImportError` without both,
+    and what importing torchvision raises, such as `RuntimeError` if it was built for another torch.
     """
     try:
         from torchcodec.decoders import decode_jpeg as call  # since 0.16
