@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and the tests (about six minutes)"
+	@echo "make test         lint, types and the tests (about twelve minutes)"
 	@echo "make test-python  what may differ there on another Python: make test-python PYTHON=python3.13"
 	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
