@@ -42,18 +42,19 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = network().to(device)
-    optimizer = torch.optim.Adam(model.parameters())
+    # an optimizer of its own, with its own state: the one that it is given takes no steps
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters()
+    )
     step = load(arguments.checkpoints / "saved.pt", model, optimizer, data)
-    # after the states are loaded, since it may begin to reduce gradients of its own
-    averaged = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     while data.epoch < arguments.epochs and step != arguments.steps:
         for batch in data:
             loss = nn.functional.cross_entropy(
                 model(pixels(batch, device)), batch["label"].to(device), reduction="none"
             )
-            averaged.zero_grad()
+            optimizer.zero_grad()
             (loss * batch["valid"].to(device)).mean().backward()
-            averaged.step()
+            optimizer.step()
             step += 1
             log_step(arguments.step_log, step, data.epoch, batch)
             if step % SAVE_STEPS == 0 or step == arguments.steps:

@@ -10,7 +10,7 @@ from typing import Any
 
 def log_step(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> None:
     """Print the step on rank 0, and append the sample numbers of the batch, without padding, to a log in `folder`."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")) == "0":
         print(f"step {step}", flush=True)
     if folder is None:
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from amounts import covering, longer
 from test_kill import descendants, entries
@@ -126,6 +127,9 @@ def test_a_run_of_ray_train_goes_on_at_another_world_size(url, tmp_path):
 @pytest.mark.skipif(find_spec("horovod") is None, reason="make test-horovod builds it")
 def test_a_run_of_horovod_goes_on_at_another_world_size(url, tmp_path):
     check_run_that_ends(Runs("horovod", url, tmp_path), url)
+    saved = torch.load(tmp_path / "checkpoints" / "saved.pt", weights_only=True)
+    steps = {int(state["step"]) for state in saved["optimizer"]["state"].values()}
+    assert steps == {saved["step"]}, "the optimizer's state is that of the optimizer that took the steps"
 
 
 def check_run_that_ends(runs: Runs, url: str, *more: str) -> None:
