@@ -366,10 +366,15 @@ class DoesNotLoad(types.ModuleType):
 
 
 @pytest.fixture
-def packages(monkeypatch) -> Iterator[Callable[..., None]]:
-    """A function that takes the place of modules, so that `nvjpeg` imports what it is given."""
-    images.nvjpeg.cache_clear()
-    yield lambda **modules: [monkeypatch.setitem(sys.modules, name, made) for name, made in modules.items()]
+def packages(monkeypatch) -> Iterator[Callable[[dict[str, types.ModuleType | None]], None]]:
+    """A function that lets `nvjpeg` import the modules that it is given; None cannot be imported."""
+
+    def use(modules: dict[str, types.ModuleType | None]) -> None:
+        for name, made in modules.items():
+            monkeypatch.setitem(sys.modules, name, made)
+        images.nvjpeg.cache_clear()
+
+    yield use
     images.nvjpeg.cache_clear()
 
 
@@ -380,10 +385,10 @@ def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, packages, mon
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for torchvision in (None, DoesNotLoad("torchvision")):
-        packages(**{"torchcodec": None, "torchvision": torchvision, "torchvision.io": torchvision})
+        packages({"torchcodec": None, "torchvision": torchvision, "torchvision.io": torchvision})
         with pytest.raises(UsageError, match=r"pip install 'torchcodec>=0\.16'"):
             sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
-    packages(**{"torchcodec": None, "torchvision": None})
+    packages({"torchcodec": None, "torchvision": None})
     with pytest.raises(UsageError, match="without TorchCodec or torchvision"):
         sl.StreamingDataset(of_kind["gray"], batch_size=4, decode=decode)
 
@@ -475,9 +480,9 @@ def test_one_call_of_a_package_decodes_a_part_on_a_stream_that_is_complete(torch
     }[torchcodec]
     modes = enum.Enum("ImageReadMode", {"GRAY": 1, "RGB": 3})
     of_torchvision = {"decode_jpeg": lambda files, mode, device: decode_jpeg(files, mode=mode.value, device=device)}
-    packages(**{"torchcodec": module("torchcodec"), "torchcodec.decoders": decoders})
+    packages({"torchcodec": module("torchcodec"), "torchcodec.decoders": decoders})
     packages(
-        **{"torchvision": module("torchvision"), "torchvision.io": module("io", ImageReadMode=modes, **of_torchvision)}
+        {"torchvision": module("torchvision"), "torchvision.io": module("io", ImageReadMode=modes, **of_torchvision)}
     )
     stream: Any = types.SimpleNamespace(synchronize=lambda: calls.append("complete"))
     files = [torch.frombuffer(bytearray(as_jpeg(NOISE)), dtype=torch.uint8) for _ in range(3)]
