@@ -55,6 +55,7 @@ ALLOWED = {
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
     "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure"},
     "demo": BASE,
+    "testing": BASE | {"storage"},  # no module imports it
     "__init__": BASE | {"format", "conversion", "maintenance", "loader", "pytorch"},
 }
 

@@ -23,19 +23,20 @@ from streamloader.errors import (
 from streamloader.options import RetryPolicy
 from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Patience, Progress, Retrier, Timing
 from streamloader.storage.url import parse_location
+from streamloader.testing.clock import VirtualClock
 
 
-class Clock:
-    """A clock that only sleeping moves."""
+class Clock(VirtualClock):
+    """The clock of a retrier, which records what it sleeps."""
 
     def __init__(self, jitter=0.5):
-        self.now = 0.0
+        super().__init__()
         self.slept = []
-        self.timing = Timing(clock=lambda: self.now, sleep=self.sleep, jitter=lambda: jitter)
+        self.timing = Timing(clock=self.time, sleep=self.record, jitter=lambda: jitter)
 
-    def sleep(self, seconds):
+    def record(self, seconds):
         self.slept.append(seconds)
-        self.now += seconds
+        self.sleep(seconds)
 
     def retrier(self, policy=None, reached=True):
         retrier = Retrier(policy or RetryPolicy(), "s3://b", self.timing)
@@ -192,14 +193,14 @@ def test_a_request_that_alone_fails_ends_within_its_time(jitter, base, cap, limi
     retrier = clock.retrier(policy)
 
     def call():
-        clock.now += 0.1
+        clock.sleep(0.1)
         retrier.call(lambda: "another")  # others succeed all the time
-        clock.now += 0.1
+        clock.sleep(0.1)
         raise TransientError("this object")
 
     with pytest.raises(TransientError, match="this object"):
         retrier.call(call)
-    assert clock.now <= limit + cap + 1
+    assert clock.time() <= limit + cap + 1
     for retry, delay in enumerate(clock.slept):
         assert 0 <= delay <= min(cap, base * 2.0 ** min(retry, 60))
 
@@ -209,14 +210,14 @@ def test_a_request_that_always_fails_ends_although_rare_successes_end_outages():
     retrier = clock.retrier()
 
     def call():
-        clock.now += 3.0
+        clock.sleep(3.0)
         retrier.call(lambda: "another")
-        clock.now += 3.0
+        clock.sleep(3.0)
         raise TransientError("this object")
 
     with pytest.raises(TransientError):
         retrier.call(call)
-    assert clock.now < 450
+    assert clock.time() < 450
 
 
 def test_an_outage_that_nobody_waits_for_is_forgotten():
@@ -225,7 +226,7 @@ def test_an_outage_that_nobody_waits_for_is_forgotten():
     with pytest.raises(TransientError):
         retrier.call(failing(*[TransientError("broke")] * 999)[0])
     assert retrier.waiting_for == ""
-    clock.now += 1000
+    clock.sleep(1000)
     assert retrier.call(failing(TransientError("broke"))[0]) == "done"
 
 
@@ -235,8 +236,8 @@ def test_an_outage_is_logged_once_and_shown_until_it_ends(caplog):
     seen = []
 
     def call():
-        seen.append((clock.now, retrier.waiting_for))
-        if clock.now < 61:
+        seen.append((clock.time(), retrier.waiting_for))
+        if clock.time() < 61:
             raise EndpointError("s3://b/x: connection refused")
         return "done"
 
