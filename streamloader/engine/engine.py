@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +37,7 @@ from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassE
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
 from streamloader.stats import Counters
-from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take, trim_heaps
+from streamloader.storage.process import RUNTIME, SIGNAL_SECONDS, Owner, Runtime, finalize, take, trim_heaps
 from streamloader.zarr.columns import wider_block
 
 # How long a new pass waits for the threads of the previous pass before it allocates its own memory.
@@ -60,15 +58,22 @@ PLANNED = 256
 
 
 class Engine:
-    """Reads datasets with the same fields, in the process that created it. Loads resident fields once, in `start`."""
+    """Reads datasets with the same fields, in the process that created it. Loads resident fields once, in `start`.
 
-    def __init__(self, datasets: Sequence[Dataset], config: LoaderConfig, counters: Counters) -> None:
+    `executor`: by default one with as many workers as the configuration says.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Dataset], config: LoaderConfig, counters: Counters, executor: Executor | None = None
+    ) -> None:
         self.datasets = tuple(datasets)
         share_readers(self.datasets)
         self.owner = Owner("threads of a loader")
         self.counters = counters
-        assert isinstance(config.workers, int)
-        self.executor = Executor(config.workers, partial(self.counters.add, workers_replaced=1))
+        if executor is None:
+            assert isinstance(config.workers, int)
+            executor = Executor(config.workers, partial(counters.add, workers_replaced=1))
+        self.executor, self._runtime = executor, executor.runtime
         self.core: Assembler | None = None  # of the last pass
         self._end_threads: weakref.finalize[..., Any] | None = None
         self._begun = 0  # passes of these threads
@@ -78,8 +83,9 @@ class Engine:
         transform, collate = (each and partial(each) for each in (config.transform, config.collate))
         self._config = replace(config, transform=transform, collate=collate)
         self._resident: dict[str, Rows] = {}
-        self._closed = threading.Event()  # ends the reads of `start`
-        self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
+        self._closed = self._runtime.event()  # ends the reads of `start`
+        # kept, so that the next pass starts at full speed
+        self._pace, self._hedging = Pace(FIRST, clock=self._runtime.clock), Hedging()
         retriers = [store.retries for dataset in datasets for store in dataset.stores]
         for retrier in retriers:
             retrier.reached = True  # the manifest was read from this store, maybe in another process
@@ -122,9 +128,10 @@ class Engine:
         stages.samples_before = partial(_samples_before, share, position, lru_cache(2)(share.at_epoch))
         given = share, position, self.datasets, steps_at_once, self.executor.map
         planned = plans(*given, resident=not streamed, endless=endless)
-        planner = Planner(planned, most=min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once))))
+        most = min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once)))
+        planner = Planner(planned, most, self._runtime)
         self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
-        threads = Threads("assemble", 2, core.fail)
+        threads = Threads("assemble", 2, core.fail, runtime=self._runtime)
         self._end_threads = finalize(self, _close, core, threads)
         self._begun = 0
         threads.run(core.run)
@@ -152,7 +159,7 @@ class Engine:
             self._end_threads()
 
     def _load_resident(self, names: Sequence[str]) -> None:
-        self._closed = threading.Event()
+        self._closed = self._runtime.event()
         sleep = sleeper(self._closed)
         for name in names:
             if name not in self._resident:
@@ -322,12 +329,12 @@ def _mark_resident(rows: Rows, first: int, samples: Sequence[int], error: Stream
 class Planner:
     """Makes up to `most` plans ahead. One thread runs it, another one takes plans, and any thread may close it."""
 
-    def __init__(self, plans: Iterator[BatchPlan | None], most: int) -> None:
+    def __init__(self, plans: Iterator[BatchPlan | None], most: int, runtime: Runtime = RUNTIME) -> None:
         self._plans = plans
         self._most = most
         self._ready: deque[BatchPlan | None] = deque()
         self._ended = False
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
 
     def run(self) -> None:
         """Make plans until the iterator ends or this is closed. Raises the iterator's exceptions."""
@@ -394,8 +401,7 @@ class Pipeline:
         if self._failed:  # StopIteration would look like the end of the epoch, to other threads of the loop too
             raise EngineError("this pass ended with an error, which was raised before", "fix it, and iterate again")
         self.check_process()
-        asked = time.perf_counter()
-        self._core.asked = asked
+        self._core.asked = self._core.clock()
         try:
             self._next = batch = self._next or self._core.next_ready()
             if batch is None:
@@ -473,14 +479,16 @@ class Assembler:
         self._planned_rows = 0
         self._planned_ends = 0  # None values in `_planned`
         self._waiting: deque[BlockRef] = deque()  # blocks of the planned batches, to be admitted
-        self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
+        runtime = stages.runtime
+        self.clock, self._event = runtime.clock, runtime.event
+        self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = runtime.queue()
         self._seen: list[Batch | StreamloaderError | None] = []  # what `is_ready` took of `_ready`
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
-        self._permits = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
+        self._permits = runtime.semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
         self._taken = 0  # permits of the last batch returned; asking for the next one releases them
         self.asked = math.inf  # when the consumer began to wait; infinity once it was reported
         self._closed = False
-        self._ended = threading.Event()
+        self._ended = runtime.event()
 
     def run(self) -> None:
         """Assemble until the plans end, a batch fails, or this is closed; then stop planning and fetching."""
@@ -514,7 +522,7 @@ class Assembler:
         A plan of several steps also fails if their padding is too large.
         """
         failed_ticket, error = self._load(plan)
-        batch = Batch(plan)
+        batch = self._new_batch(plan)
         if error is None and self._make(batch):
             self._copying.append((batch, plan))
             self._release_copied(wait=self._budget.exact)
@@ -531,7 +539,7 @@ class Assembler:
         for step in plan.steps():
             if not self._acquire_permit():
                 return
-            batch = Batch(step)
+            batch = self._new_batch(step)
             if error is not None and step.tickets.max() >= failed_ticket:
                 batch.fail(error)
                 del error
@@ -543,6 +551,9 @@ class Assembler:
             if failed:
                 return
         self._release(plan)
+
+    def _new_batch(self, plan: BatchPlan) -> Batch:
+        return Batch(plan, copied=self._event(), finished=self._event())
 
     def _release_copied(self, *, wait: bool = False) -> None:
         """Release the blocks of batches whose rows are copied; `wait` for the first of them."""
@@ -604,7 +615,7 @@ class Assembler:
     def check_waiting(self, batch: Batch | None = None) -> None:
         """Raise `EngineError` once closed. Report a wait of `stall_seconds` for a batch, once."""
         self.check_open()
-        seconds = time.perf_counter() - self.asked
+        seconds = self.clock() - self.asked
         if seconds < self.stages.stall_seconds:
             return
         self.asked = math.inf
@@ -728,9 +739,9 @@ class Assembler:
 
     def _acquire_permit(self) -> bool:
         """Wait until fewer than `READY_BATCHES` exist, including the consumer's; return whether this is still open."""
-        begin = time.perf_counter()
+        begin = self.clock()
         self._permits.acquire()
-        self.counters.add(full_seconds=time.perf_counter() - begin)
+        self.counters.add(full_seconds=self.clock() - begin)
         return not self._closed
 
 

@@ -10,7 +10,6 @@ the same result when it is called again: if a worker is killed, its jobs are rep
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena
-from streamloader.engine.messages import Callback, Shared, dump, dump_call, dump_shared, load, receive, refer_to, share
+from streamloader.engine.messages import Callback, Shared, dump, dump_call, dump_shared, load, refer_to, share
 from streamloader.engine.workers import Pool
 from streamloader.errors import EngineError
-from streamloader.storage.process import PerProcess, finalize, join_at_exit, take
+from streamloader.storage.process import RUNTIME, PerProcess, Runtime, finalize, join_at_exit, take
 
 Result = TypeVar("Result")
 Workers = int | Literal["auto"]
@@ -96,12 +95,13 @@ class Threads:
     Idle threads hold only the queue, and a closed queue is empty, so a finalizer may hold a `Threads`.
     """
 
-    def __init__(self, name: str, count: int, on_error: OnError, arena: Arena | None = None) -> None:
+    def __init__(
+        self, name: str, count: int, on_error: OnError, arena: Arena | None = None, runtime: Runtime = RUNTIME
+    ) -> None:
         self._name, self.count, self._on_error, self._arena = name, count, on_error, arena
-        self._queue: SimpleQueue[tuple[Callable[[], object], OnError] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], object], OnError] | None] = runtime.queue()
         self.threads: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
-        self._starting = threading.RLock()
+        self._idle, self._starting, self._thread = runtime.semaphore(0), runtime.lock(), runtime.thread
         self._closed = False
 
     def submit(self, job: Job) -> None:
@@ -117,7 +117,7 @@ class Threads:
         with self._starting:
             if not self._idle.acquire(blocking=False) and len(self.threads) < self.count:
                 name = f"streamloader-{self._name}-{len(self.threads)}"
-                thread = threading.Thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
+                thread = self._thread(target=_run_all, args=(self._queue, self._idle), name=name, daemon=True)
                 self.threads.append(thread)
                 thread.start()
         self._queue.put((function, self._on_error))
@@ -182,16 +182,25 @@ def _run_all(queue: SimpleQueue[Any], idle: threading.Semaphore) -> None:
 
 
 class Executor:
-    """Calls functions in this process, or in `workers` worker processes. `on_death`: called after one was replaced."""
+    """Calls functions in this process, or in `workers` worker processes. `on_death`: called after one was replaced.
 
-    def __init__(self, workers: int = 0, on_death: Callable[[], object] = bool) -> None:
-        self.workers = workers
+    `runtime`: of its threads, and of what uses it. `pool`: has the workers, by default those of this process.
+    """
+
+    def __init__(
+        self,
+        workers: int = 0,
+        on_death: Callable[[], object] = bool,
+        runtime: Runtime = RUNTIME,
+        pool: Pool | None = None,
+    ) -> None:
+        self.workers, self.runtime = workers, runtime
         self._on_death = on_death
-        self._pool = _POOL.get(Pool) if workers else None
+        self._pool = pool or _POOL.get(Pool) if workers else None
         self.arena = _ARENA.get(_private_arena) if self._pool is None else self._pool.arena
         self._calls: Calls | None = None
         if self._pool is not None:
-            self._calls = Calls(self._pool, workers, CALLERS, on_error=bool, on_death=on_death)
+            self._calls = Calls(self._pool, workers, CALLERS, on_error=bool, on_death=on_death, runtime=runtime)
             finalize(self, self._calls.close)
 
     def start(self) -> None:
@@ -222,11 +231,11 @@ class Executor:
         calls before its first job, so that the time of jobs includes no start. `begin_here`: threads of this process
         run the jobs that come before a worker serves. Shared values are arguments of these, not inside of them.
         """
-        threads = Threads(name, count, on_error, self.arena)
+        threads = Threads(name, count, on_error, self.arena, self.runtime)
         if self._pool is None:
             return threads
         calls = partial(Calls, self._pool, self.workers, count, on_error=on_error, on_death=self._on_death)
-        return calls(prepare=prepare, here=threads if begin_here else None)
+        return calls(prepare=prepare, here=threads if begin_here else None, runtime=self.runtime)
 
     def call(
         self,
@@ -270,7 +279,7 @@ def _begin(
     calls: Calls, function: Callable[..., Any], args: Sequence[Any], on_repeat: Callable[[], object] = bool
 ) -> Callable[[], Any]:
     """Begin a call in a worker, and return a function that waits for its result and returns it."""
-    ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    ended: SimpleQueue[tuple[Any, BaseException | None]] = calls.runtime.queue()
     calls.submit(Job(function, args, lambda *end: ended.put(end), repeats=on_repeat))
 
     def wait() -> Any:
@@ -305,15 +314,17 @@ class Calls:
         on_death: Callable[[], object],
         prepare: Sequence[Any] = (),
         here: Threads | None = None,
+        runtime: Runtime = RUNTIME,
     ) -> None:
         self._pool, self._workers, self.count, self.prepare = pool, workers, count, prepare
+        self.runtime = runtime
         self.on_error, self._on_death, self._here = on_error, on_death, here
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
         self._busy: set[_Channel] = set()
         self._opened = 0  # channels
         self._closed = False
-        self._changed = threading.Condition()  # reentrant: a finalizer may close in a thread that has it
+        self._changed = runtime.condition()  # reentrant: a finalizer may close in a thread that has it
 
     def submit(self, job: Job) -> None:
         """Begin a job, or queue it. After `close`, jobs are dropped."""
@@ -407,7 +418,7 @@ class _Channel:
         self._prepare = calls.prepare
         self._ready = self._closed = self._lost = False
         # Of the descriptor too: one that is closed while another thread sends may be that of a new connection by then.
-        self._lock = threading.RLock()
+        self._lock = calls.runtime.lock()
         pool.watch(self.connection, self.receive)
 
     def begin(self, job: Job) -> None:
@@ -449,7 +460,7 @@ class _Channel:
     def _receive(self) -> None:
         refer_to(self._pool.arena, self._moved)
         try:
-            kind, *values = load(receive(self.connection))
+            kind, *values = load(self._pool.receive(self.connection))
         except (EOFError, OSError):
             with self._lock:  # a thread may begin a job right now
                 self._lost, job, self._job = True, self._job, None
@@ -534,9 +545,8 @@ class _Channel:
         The thread that receives closes the descriptor, which it may be reading.
         """
         self._closed, self._job, self._callbacks, self._given = True, None, [], None
-        kind = socket.AF_UNIX, socket.SOCK_STREAM
-        with self._lock, suppress(OSError), socket.fromfd(self.connection.fileno(), *kind) as ours:
-            ours.shutdown(socket.SHUT_RDWR)
+        with self._lock, suppress(OSError):
+            self._pool.shut(self.connection)
 
 
 def _private_arena() -> Arena:

@@ -116,7 +116,6 @@ class Attempt:
     piece: Piece
     number: int
     request: Request
-    begin: float = 0.0
     damaged: int = 0
     unpacked: int = 0
     memory: list[memoryview] = field(default_factory=list)
@@ -166,14 +165,15 @@ class Fetcher:
         # rows of batches are counted as slots are, and memory that is kept apart
         counted = {} if budget.fills_batches or budget.keeps else residences
         self._counted = [name for name, residence in counted.items() if not isinstance(residence, Rows)]
-        self.ledger = Ledger(memory.bodies, budget)
+        runtime = executor.runtime
+        self.ledger, self._clock = Ledger(memory.bodies, budget, runtime.future), runtime.clock
         self._next_block: LoadingBlock | None = None
         self._counters = memory.counters
         self.pace, self._hedging = limits
         self.pace.allow(budget.threads)
         self._blocks: dict[int, LoadingBlock] = {}
         self._pieces: set[Piece] = set()
-        self._changed = threading.Condition()  # with a lock that its owner may take again
+        self._changed = runtime.condition()
         # not in flight yet: those of earlier blocks first, since later ones may wait for memory that these free
         self._pending: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = count()
@@ -182,13 +182,14 @@ class Fetcher:
         self._awaited = -1  # the ticket that the consumer waits for
         self._checked_at = 0.0
         self._failure: StreamloaderError | None = None
-        self._closed = threading.Event()
+        self._closed = runtime.event()
         self.sleep = sleeper(self._closed)
         prepare = [(open_reader, source) for source in self._shared.values()][:1]
         self._requests = executor.jobs("fetch", budget.threads, self.fail, *prepare, begin_here=True)
         # what waits: for a chunk table, or before a retry
         requests = self._requests
-        self._local = requests if isinstance(requests, Threads) else Threads("plan", budget.threads, self.fail)
+        given = "plan", budget.threads, self.fail
+        self._local = requests if isinstance(requests, Threads) else Threads(*given, runtime=runtime)
 
     def _next(self, ref: BlockRef) -> LoadingBlock:
         """Return the block to load next, with the estimated bytes of its decoded chunks."""
@@ -290,7 +291,7 @@ class Fetcher:
     def describe(self) -> str:
         """Return what a batch waits for, and the requests, in words."""
         with self._changed:
-            now, block = time.perf_counter(), self._blocks.get(self._awaited)
+            now, block = self._clock(), self._blocks.get(self._awaited)
             pieces = [piece for piece in self._pieces if block is not None and piece.block is block]
             queued, limit = len(self._pending), self.pace.limit
             text = f"{self._in_flight} requests are in flight of {limit} that may be, {queued} wait for these"
@@ -469,9 +470,9 @@ class Fetcher:
     def _begin_request(self, attempt: Attempt) -> None:
         piece = attempt.piece
         self._counters.add(requests=int(piece.run.stop > 0), hedges=int(attempt.number > 0))
-        attempt.begin, attempt.request.sent = time.perf_counter(), time.monotonic()
+        piece.retries.sent(attempt.request)
         if attempt.number or piece.fresh:
-            piece.fresh, piece.sent = False, attempt.begin
+            piece.fresh, piece.sent = False, self._clock()
 
     def _allocate_body(self, attempt: Attempt, size: int) -> memoryview:
         attempt.memory[:] = [self._bodies.allocate(size)]
@@ -696,7 +697,7 @@ class Fetcher:
 
     def _hedge_late(self) -> None:
         """Repeat late requests, the earliest first, as far as hedges are saved up. Requires the lock."""
-        now = time.perf_counter()
+        now = self._clock()
         if now - self._checked_at < CHECK_SECONDS or self.pace.throttling or self._closed.is_set():
             return
         self._checked_at = now

@@ -23,8 +23,9 @@ class Ledger:
     `needed`: bytes of the blocks in use, for which a batch has waited and which later ones still need.
     """
 
-    def __init__(self, bodies: Buffers, budget: Budget) -> None:
+    def __init__(self, bodies: Buffers, budget: Budget, future: Callable[[], Future[Any]] = Future) -> None:
         self.needed = 0
+        self._future = future
         self._bodies, self._budget = bodies, budget
         self._held: dict[int, int] = {}  # bytes of a block, by ticket
         self._loading: dict[int, int] = {}  # further bytes that are expected of a block that is loading, by ticket
@@ -94,7 +95,7 @@ class Ledger:
 
         The future's error is that of `ended()`, if it returns one, or a `MemoryBudgetError`.
         """
-        granted: Future[memoryview] = Future()
+        granted: Future[memoryview] = self._future()
         heappush(self._waiting, (ticket, next(self._numbers), size, ended, granted))
         return granted
 

@@ -295,6 +295,7 @@ class Stages:
         self.pads = config.pads
         self._config, self._resident = replace(config, transform=None, collate=None), resident
         self._executor, self._seed, self._batched = executor, seed, batched
+        self.runtime = executor.runtime
         self._transform = None if config.transform is None else weakref.ref(config.transform)
         self._collate_function = None if config.collate is None else weakref.ref(config.collate)
         self.transforms = config.transform is not None
@@ -329,7 +330,7 @@ class Stages:
         self._copying = executor.jobs("gather", executor.workers, on_error, begin_here=True)
         self._decoding = executor.jobs("decode", self._threads, on_error)
         # a transform that workers cannot load, and the columns of transformed samples; or images, on a device
-        self._here = Threads("transform", 1, on_error, executor.arena)
+        self._here = Threads("transform", 1, on_error, executor.arena, self.runtime)
         self._on_device, self._warned = _device_decoders(config), False
         self._empty_sample: Sample | None = None  # for a batch without good samples
         # bytes of the padded columns of the last transformed batches, and of what the last ones are made of

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from streamloader.engine.arena import Arena, MappedMemory
-from streamloader.engine.messages import Shared, dump, dump_error, load_call, refer_to, serve, share
+from streamloader.engine.messages import Shared, dump, dump_error, load_call, receive, refer_to, serve, share
 from streamloader.errors import EngineError
 
 MAX_DEATHS = 3  # of workers within DEATH_SECONDS, then a call fails
@@ -181,6 +181,13 @@ class Pool:
                 self._thread.start()
         self._receivers[connection.fileno()] = receive
         self._poll.register(connection.fileno(), select.EPOLLIN)
+
+    receive = staticmethod(receive)
+
+    def shut(self, connection: Connection) -> None:
+        """End both directions of a connection. Raises `OSError` if it is closed."""
+        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
 
     def forget(self, connection: Connection) -> None:
         """Close a connection, in the thread that receives."""

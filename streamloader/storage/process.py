@@ -6,7 +6,7 @@ afterwards, even with a new store. A process that uses it records its id; an id 
 fork.
 
 Threads: `run_all` does the same work on many items, `in_thread` calls one function, and `wait_for`, `take` and
-`result_of` are waits that Ctrl-C ends.
+`result_of` are waits that Ctrl-C ends. `Runtime` has what the engine makes its threads of.
 """
 
 from __future__ import annotations
@@ -30,11 +30,27 @@ from functools import cached_property
 from operator import is_, methodcaller
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from streamloader.errors import ForkError
 
 Made = TypeVar("Made")
+
+
+class Runtime(NamedTuple):
+    """The clock in seconds, and what makes threads, locks and queues. Tests replace them by a seeded scheduler."""
+
+    clock: Callable[[], float] = time.perf_counter
+    thread: Callable[..., threading.Thread] = threading.Thread
+    lock: Callable[[], Any] = threading.RLock
+    condition: Callable[[], threading.Condition] = threading.Condition  # with a lock that its owner may take again
+    event: Callable[[], threading.Event] = threading.Event
+    semaphore: Callable[[int], threading.Semaphore] = threading.Semaphore
+    queue: Callable[[], SimpleQueue[Any]] = SimpleQueue
+    future: Callable[[], Future[Any]] = Future
+
+
+RUNTIME = Runtime()
 
 
 class PerProcess(Generic[Made]):
@@ -284,9 +300,10 @@ def _do(work: Callable[[], Result], future: Future[Result]) -> None:
 
 def result_of(future: Future[Result]) -> Result:
     """Wait for the result of work, and return it or raise its error; Ctrl-C ends the wait."""
-    while not wait([future], SIGNAL_SECONDS).done:
-        pass
     try:
+        while not future.done():
+            with suppress(TimeoutError):
+                return future.result(SIGNAL_SECONDS)
         return future.result()
     finally:
         del future  # a cycle: the traceback of an error has this frame

@@ -486,7 +486,7 @@ class Retrier:
             while True:
                 while seconds := self.wait():
                     sleep(seconds)
-                request.sent = self._timing.clock()
+                self.sent(request)
                 try:
                     result = call()
                 except StorageError as error:
@@ -503,11 +503,15 @@ class Retrier:
     def request(self) -> Request:
         """Return a request that is sent now: `call` without its loop, for those who do not wait.
 
-        The caller sends it once `wait` returns 0, sets `sent` each time, reports every attempt by `succeeded` or
+        The caller sends it once `wait` returns 0, calls `sent` each time, reports every attempt by `succeeded` or
         `failed`, and then calls `ended`.
         """
         now = self._timing.clock()
         return Request(now, now)
+
+    def sent(self, request: Request) -> None:
+        """Record that a request is sent now."""
+        request.sent = self._timing.clock()
 
     def failed(self, request: Request, error: StorageError) -> float:
         """Record a failed attempt, and return the seconds to wait before the next one.
