@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from streamloader.maintenance.verify import verify as verify
     from streamloader.maintenance.versions import diff as diff
     from streamloader.maintenance.versions import log as log
+    from streamloader.options import Cache as Cache
     from streamloader.options import Channels as Channels
     from streamloader.options import Clips as Clips
     from streamloader.options import Decode as Decode
@@ -64,7 +65,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",
-    "options": "Channels Clips Decode Join Layout Pack Pad Patch RetryPolicy Shuffle Window",
+    "options": "Cache Channels Clips Decode Join Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
     "loader.jax": "jax_batches",

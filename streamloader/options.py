@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamloader.errors import SelectionError, UsageError
@@ -719,6 +720,38 @@ class Layout(Option):
         _check(self, "codec", self.codec in CODECS, f"choose one of {', '.join(CODECS)}")
         is_count = self.samples_per_shard is None or is_whole(self.samples_per_shard)
         _check(self, "samples_per_shard", is_count, "give 1 or more")
+
+
+@dataclass(frozen=True)
+class Cache(Option):
+    """A cache of encoded ranges on local disk, which the processes of a machine share: `cache=sl.Cache("/nvme")`.
+
+    `path`: a local folder; the cache is in its folder `streamloader-cache`. `limit`: the most bytes that the cache
+    takes on disk. `free`: the bytes that it leaves free there: less is evicted when others fill the disk. 5 GiB are
+    room for checkpoints and logs. Both are sizes like "200GiB", or numbers of bytes. `arrays`: True also caches Zarr
+    that others wrote, which may be overwritten under the same metadata: it states that these arrays do not change.
+
+    Raises `UsageError` for a URL, and for values that are not sizes.
+    """
+
+    path: str | os.PathLike[str]
+    limit: str | int = "100GiB"
+    free: str | int = "5GiB"
+    arrays: bool = False
+
+    def _validate(self) -> None:
+        path = os.fspath(self.path) if isinstance(self.path, str | os.PathLike) else ""
+        local = isinstance(path, str) and bool(path) and "://" not in path
+        _check(self, "path", local, "give a folder on a local disk, like '/nvme/cache'")
+        # workers may have another working directory
+        object.__setattr__(self, "path", str(Path(path).expanduser().absolute()))
+        for name in ("limit", "free"):
+            given = getattr(self, name)
+            valid = isinstance(given, str) or is_whole(given, 0)
+            _check(self, name, valid, "give a size like '200GiB', or a number of bytes")
+            nothing = name == "free" and str(given).strip() == "0"
+            object.__setattr__(self, name, 0 if nothing else parse_size(given, f"Cache({name}=): "))
+        _check(self, "arrays", isinstance(self.arrays, bool), "choose True or False")
 
 
 def parse_size(text: str | int, name: str = "") -> int:

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 import crc32c
@@ -32,6 +33,25 @@ class Receiver(NamedTuple):
 
 
 RECEIVER = Receiver()
+RESIDENT = -1.0  # the next use of what loaders hold in memory, and of tables: dropped after all other ranges
+
+
+class Use(NamedTuple):
+    """How a range that is read will be used again: what its cache needs to know of its reader.
+
+    `next_use`: when it is read next, in epochs, such as 3.25 for a quarter of epoch 3; `inf` if that is unknown, and
+    `RESIDENT`. `now`: the time of this read. `wait`: wait for another process that fetches the range; False for a
+    request that is repeated because it is late. `fresh`: do not look into the cache, and replace what it has, since a
+    body was damaged.
+    """
+
+    next_use: float = inf
+    now: float = 0.0
+    wait: bool = True
+    fresh: bool = False
+
+
+USE = Use()
 
 
 def buffers_of(body: Body) -> list[memoryview]:

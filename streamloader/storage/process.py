@@ -157,6 +157,40 @@ def _unlock_properties() -> None:
 if sys.version_info < (3, 12):
     os.register_at_fork(after_in_child=_unlock_properties)
 
+# Descriptors of locked files. A forked child closes them, else their locks would outlive the parent.
+_LOCKING: set[int] = set()
+_LOCKING_LOCK = threading.RLock()
+
+
+def open_to_lock(path: str, flags: int, folder: int) -> int:
+    """Open a file of the folder with the descriptor `folder`; its locks end with this process, also if it has forked.
+
+    Close it by `close_locked`.
+    """
+    with _LOCKING_LOCK:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        _LOCKING.add(descriptor)
+    return descriptor
+
+
+def close_locked(descriptor: int) -> None:
+    """Close a file that `open_to_lock` has opened, which ends its locks."""
+    with _LOCKING_LOCK:
+        _LOCKING.discard(descriptor)
+        os.close(descriptor)
+
+
+def _close_inherited() -> None:
+    for descriptor in _LOCKING:
+        os.close(descriptor)
+    _LOCKING.clear()
+    _LOCKING_LOCK.release()
+
+
+os.register_at_fork(
+    before=_LOCKING_LOCK.acquire, after_in_parent=_LOCKING_LOCK.release, after_in_child=_close_inherited
+)
+
 _OBSTORE_USERS: set[int] = set()  # ids of this process and of those that it was forked from
 _WARNED: set[int] = set()
 

@@ -1,0 +1,729 @@
+"""A cache of ranges of objects on local disk, shared by the processes of a machine: `RangeCache`.
+
+The file system is the whole state. Below the folder of `sl.Cache(path)`:
+
+    streamloader-cache/cache.json        what the folder is, and the version of its layout
+    streamloader-cache/<digest>/<key>    a range: its bytes, its key, their lengths and a CRC-32C
+    streamloader-cache/<digest>/dataset.json  the URL of the dataset, and the run that reads it
+    streamloader-cache/temporary/        ranges that are being written, each locked by its writer
+    streamloader-cache/state             the bytes in use, changed under a lock
+    streamloader-cache/evicting, fetching     files that are only locked
+
+The time of modification of a range is its next use: a day for each epoch since 1970. That of `dataset.json` is the time
+of its readers. Where room is needed, ranges are removed that were to be read before the current epoch, then the one
+whose next use is latest (L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
+Journal 5, 1966). The time of access is that of the last read, by the clock on the wall.
+
+An error of the disk never reaches the reader: it costs a request to the store. No lock outlives its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+import struct
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from heapq import merge
+from math import floor, inf
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+from weakref import finalize
+
+import crc32c
+import numpy as np
+
+from streamloader.options import Cache
+from streamloader.storage.buffers import (
+    RECEIVER,
+    RESIDENT,
+    USE,
+    Buffer,
+    Receiver,
+    Use,
+    body_bytes,
+    body_crc32c,
+    buffers_of,
+)
+from streamloader.storage.process import PerProcess, close_locked, open_to_lock
+
+FOLDER = "streamloader-cache"
+MARKER, DATASET, TEMPORARY, STATE, EVICTING, FETCHING = (
+    *("cache.json", "dataset.json", "temporary", "state", "evicting", "fetching"),
+)
+MARKER_TEXT = b'{"format": "streamloader-cache", "version": 1}\n'
+DAY = 86_400  # seconds, for an epoch
+EARLIEST, LATEST = 2, 2**31 - 2  # seconds since 1970: of all next uses, since a time of 0 means RESIDENT
+BLOCK = 4096  # bytes that a file takes a multiple of
+SLACK = 50  # an eviction makes room for this part of the limit, if ranges are small enough
+WAIT_SECONDS = 10.0  # for another process that fetches the range
+LOCK_SECONDS = 0.5  # for the counters, and for the process that evicts
+IDLE_SECONDS = 3600.0  # without a read, after which a dataset is dropped before others
+TOUCH_SECONDS = 1.0  # between two times that a reader writes
+REOPEN_SECONDS = 60.0  # until a folder that could not be used is tried again
+
+_ENTRY = re.compile(r"[0-9a-f]{40}")
+_UNFINISHED = re.compile(r"[0-9a-f]{40}\.([0-9]{1,15})\.[0-9a-f]{16}")
+_DIGEST = re.compile(r"[0-9a-f]{8,128}")
+_MAGIC = b"SLRANGE1"
+_LENGTHS = struct.Struct("<8sIQ")  # magic, bytes of the key, bytes of the body
+_CRC = struct.Struct("<I")
+_COUNTERS = struct.Struct("<QQ")
+_NO_FOLDER = -1
+_UNKNOWN = 1 << 62  # bytes in use before they are counted
+_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LOG = logging.getLogger("streamloader")
+
+
+def disk_bytes(size: int) -> int:
+    """Return the bytes that a file of `size` bytes takes on disk."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def time_of_use(next_use: float) -> int:
+    """Return the time of modification, in nanoseconds, that states a next use in epochs."""
+    if next_use == RESIDENT:
+        return 0
+    return int(min(max(next_use * DAY, EARLIEST), LATEST) * 1e9)
+
+
+def use_of_time(modified: int) -> float:
+    """Return the next use in epochs that a time of modification states, in nanoseconds."""
+    seconds = modified / 1e9
+    return RESIDENT if seconds < 1 else inf if seconds >= LATEST - 1 else seconds / DAY
+
+
+class _Key(NamedTuple):
+    """A range of a dataset: the name of its file, and the bytes that tell there what it is."""
+
+    name: str
+    text: bytes
+    size: int
+
+    @property
+    def file_size(self) -> int:
+        return self.size + len(self.text) + _LENGTHS.size + _CRC.size
+
+    def trailer(self, crc: int) -> bytes:
+        """Return what follows a body with this CRC-32C in its file."""
+        end = self.text + _LENGTHS.pack(_MAGIC, len(self.text), self.size)
+        return end + _CRC.pack(crc32c.crc32c(end, crc))
+
+
+def _key(digest: str, path: str, start: int, stop: int) -> _Key:
+    text = json.dumps({"dataset": digest, "path": path, "start": start, "stop": stop}).encode()
+    return _Key(blake2b(text, digest_size=20).hexdigest(), text, stop - start)
+
+
+def _transfer(call: Callable[..., int], descriptor: int, buffers: Sequence[Any]) -> bool:
+    """Read or write all of the buffers by `os.readv` or `os.writev`; return whether the file had them."""
+    left = [view for view in buffers_of(buffers) if len(view)]
+    while left:
+        count = call(descriptor, left)
+        if not count:
+            return False
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return True
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _try_lock_range(descriptor: int, name: str) -> bool:
+    """Lock the byte that stands for a range, whose number is in its name; True where systems have no such locks."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        return True
+    lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, int(name[:15], 16), 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _wait_until(done: Callable[[], object], seconds: float) -> bool:
+    """Call `done()` until it returns a true value, for up to `seconds`; return whether it did."""
+    until, pause = time.monotonic() + seconds, 0.0002
+    while not done():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return True
+
+
+@dataclass
+class _Counters:
+    """`used`: bytes of all ranges, finished and not, or more. `added`: those that were ever reserved."""
+
+    used: int
+    added: int
+
+
+class _Stored(NamedTuple):
+    """A range in the folder of a dataset. `order`: the larger, the sooner it is evicted; then the least `read` is."""
+
+    order: float
+    read: float
+    size: int
+
+
+_IDLE, _PAST = 4e9, 3e9  # orders: of datasets that nobody reads, and of ranges whose use has passed; others: distances
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The readers of a dataset: their time in epochs, and whether there are any."""
+
+    now: float
+    idle: bool
+
+    def stored(self, modified: int, accessed: int, size: int) -> _Stored:
+        """Return what the times of a file, in nanoseconds, and its size say of its range."""
+        next_use = use_of_time(modified)
+        if self.idle:
+            order = _IDLE
+        elif next_use == RESIDENT:
+            order = RESIDENT
+        else:
+            order = _PAST if next_use < floor(self.now) else max(0.0, min(next_use, LATEST / DAY) - self.now)
+        return _Stored(order, accessed / 1e9, disk_bytes(size))
+
+
+class _Folder:
+    """The folder of a cache, opened. Files are reached by descriptors, so that no symbolic link leads out of it.
+
+    Raises `OSError` if the folder cannot be used, or is not one of this user's caches.
+    """
+
+    def __init__(self, options: Cache) -> None:
+        self.limit, self.free = int(options.limit), int(options.free)
+        Path(options.path).mkdir(parents=True, exist_ok=True)
+        parent = self._keep(os.open(options.path, _FOLDER_FLAGS))
+        with suppress(FileExistsError):
+            os.mkdir(FOLDER, 0o700, dir_fd=parent)
+        self.root = self._keep(os.open(FOLDER, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent))
+        self._check()
+        self.temporary = self.open_below(TEMPORARY)
+
+    def _keep(self, descriptor: int) -> int:
+        finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _check(self) -> None:
+        if os.fstat(self.root).st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, "the folder belongs to another user")
+        flags = os.O_RDWR | _NO_FOLLOW
+        with os.scandir(self.root) as entries:  # before the marker is opened, which others make first
+            flags |= 0 if any(entries) else os.O_CREAT
+        try:
+            descriptor = os.open(MARKER, flags, 0o600, dir_fd=self.root)
+        except FileNotFoundError:
+            _refuse()
+        self._check_marker(descriptor)
+
+    def _check_marker(self, descriptor: int) -> None:
+        """Check the marker; complete it if the process that began it was killed, or is about to do it."""
+        with ExitStack() as opened:
+            opened.callback(os.close, descriptor)
+            text = os.pread(descriptor, len(MARKER_TEXT) + 1, 0)
+            if not MARKER_TEXT.startswith(text):
+                _refuse()
+            if text != MARKER_TEXT:
+                os.pwrite(descriptor, MARKER_TEXT, 0)
+
+    def open_below(self, name: str) -> int:
+        """Return a descriptor of a folder of ours, which is made if it is not there, until this object is deleted."""
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self.root)
+        return self._keep(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self.root))
+
+    @contextmanager
+    def counters(self) -> Iterator[_Counters]:
+        """Yield the counters, under their lock, and write them. Raises `TimeoutError` if the lock is held long."""
+        descriptor = open_to_lock(STATE, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, self.root)
+        try:
+            if not _wait_until(lambda: _try_lock(descriptor), LOCK_SECONDS):
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock of the counters")
+            data = os.pread(descriptor, _COUNTERS.size + _CRC.size, 0)
+            used, added = _UNKNOWN, 0
+            if len(data) == _COUNTERS.size + _CRC.size and _CRC.pack(crc32c.crc32c(data[:-4])) == data[-4:]:
+                used, added = _COUNTERS.unpack(data[:-4])
+            counters = _Counters(used, added)
+            yield counters
+            data = _COUNTERS.pack(max(0, counters.used), counters.added)
+            os.pwrite(descriptor, data + _CRC.pack(crc32c.crc32c(data)), 0)
+        finally:
+            close_locked(descriptor)
+
+    def allowed(self, used: int) -> int:
+        """Return how many bytes the cache may take, which has `used` now."""
+        disk = os.fstatvfs(self.root)
+        return min(self.limit, used + disk.f_bavail * disk.f_frsize - self.free)
+
+    def reserve(self, size: int) -> bool:
+        """Add `size` bytes to those in use if there is room for them; return whether there is."""
+        with self.counters() as counters:
+            if counters.used + size > self.allowed(counters.used):
+                return False
+            counters.used += size
+            counters.added += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Subtract bytes that are not in use any more."""
+        with self.counters() as counters:
+            if counters.used < _UNKNOWN:
+                counters.used -= size
+
+    def make_room(self, unfinished: str, wanted: _Stored) -> bool:
+        """Evict ranges so that `wanted` fits, unless it would be the next to be evicted; reserve its bytes.
+
+        `unfinished`: the name of its file in the folder for temporary ones. Return whether the bytes are reserved.
+        """
+        descriptor = open_to_lock(EVICTING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, self.root)
+        try:
+            if not _wait_until(lambda: _try_lock(descriptor), LOCK_SECONDS):
+                return False
+            if self.reserve(wanted.size):
+                return True  # another process has evicted meanwhile
+            with self.counters() as counters:
+                added = counters.added
+            left, fits = _evict(self, unfinished, wanted)
+            with self.counters() as counters:
+                if counters.added >= added:  # else the file was replaced
+                    counters.used = min(counters.used, left + counters.added - added)
+        finally:
+            close_locked(descriptor)
+        return fits and self.reserve(wanted.size)
+
+    def unfinished_bytes(self, mine: str) -> int:
+        """Return the bytes of ranges that are being written, but `mine`, and remove those whose writers have died."""
+        size = 0
+        for entry in os.scandir(self.temporary):
+            named = _UNFINISHED.fullmatch(entry.name)
+            if named and entry.name != mine and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):
+                    size += 0 if self._remove_unlocked(entry.name) else int(named[1])
+        return size
+
+    def _remove_unlocked(self, name: str) -> bool:
+        descriptor = open_to_lock(name, os.O_RDONLY | _NO_FOLLOW, self.temporary)
+        try:
+            if not _try_lock(descriptor):
+                return False
+            os.unlink(name, dir_fd=self.temporary)
+        finally:
+            close_locked(descriptor)
+        return True
+
+
+def _refuse() -> NoReturn:
+    raise FileExistsError(
+        errno.EEXIST, "the folder is not a cache of this version of streamloader: choose another path"
+    )
+
+
+class _Scan:
+    """The ranges of all datasets of a cache, in arrays: 45 bytes for each."""
+
+    def __init__(self) -> None:
+        self.folders: list[int] = []  # descriptors
+        self._names, self._numbers = bytearray(), array("L")
+        self._orders, self._reads, self._sizes = array("d"), array("d"), array("q")
+
+    def add(self, folder: int, times: _Times) -> None:
+        """Add the ranges of a dataset."""
+        self.folders.append(folder)
+        for name, status in _ranges(folder):
+            order, read, size = times.stored(status.st_mtime_ns, status.st_atime_ns, status.st_size)
+            self._names += bytes.fromhex(name)
+            self._numbers.append(len(self.folders) - 1)
+            self._orders.append(order)
+            self._reads.append(read)
+            self._sizes.append(size)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all ranges."""
+        return sum(self._sizes)
+
+    def in_order(self) -> Iterator[tuple[int, str, _Stored]]:
+        """Yield (the folder's descriptor, the name, the range), the first to be evicted first."""
+        order = np.lexsort((np.frombuffer(self._reads), -np.frombuffer(self._orders))) if self._sizes else ()
+        for i in map(int, order):
+            stored = _Stored(self._orders[i], self._reads[i], self._sizes[i])
+            yield self.folders[self._numbers[i]], self._names[20 * i : 20 * i + 20].hex(), stored
+
+
+def _ranges(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the names of the ranges in the folder of a dataset, with their status. Other files are not ours."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _ENTRY.fullmatch(entry.name):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield entry.name, status
+
+
+def _datasets(root: int) -> Iterator[tuple[str, int]]:
+    """Yield the digest of each dataset in a cache with a descriptor of its folder, which is closed after that."""
+    with os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries)
+    for name in names:
+        if _DIGEST.fullmatch(name):
+            with suppress(NotADirectoryError, FileNotFoundError):
+                folder = os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)
+                try:
+                    yield name, folder
+                finally:
+                    os.close(folder)
+
+
+def _times(folder: int) -> _Times:
+    try:
+        status = os.stat(DATASET, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return _Times(0.0, True)
+    return _Times(status.st_mtime / DAY, time.time() - status.st_atime > IDLE_SECONDS)
+
+
+def _evict(folder: _Folder, unfinished: str, wanted: _Stored) -> tuple[int, bool]:
+    """Remove ranges so that `wanted` fits, unless it is the next to be removed itself.
+
+    More is removed, up to a part of the limit, so that the next ones fit too. Return the bytes that are left, and
+    whether `wanted` may stay.
+    """
+    with ExitStack() as opened:
+        left, scan = folder.unfinished_bytes(unfinished), _Scan()
+        for _, dataset in _datasets(folder.root):
+            scan.add(os.dup(dataset), _times(dataset))
+            opened.callback(os.close, scan.folders[-1])
+        left += scan.bytes
+        freed, needed = 0, left + wanted.size - folder.allowed(left)
+        if needed <= 0:
+            return left, True
+        fits = True
+        candidates = merge(scan.in_order(), [(_NO_FOLDER, "", wanted)], key=lambda each: (-each[2].order, each[2].read))
+        for dataset, name, stored in candidates:
+            if freed >= needed and freed + stored.size > needed + folder.limit // SLACK:
+                break
+            if dataset == _NO_FOLDER:
+                fits = False
+            elif not _remove(dataset, name, stored):
+                continue
+            else:
+                left -= stored.size
+            freed += stored.size
+        return left, fits and freed >= needed
+
+
+def _remove(folder: int, name: str, stored: _Stored) -> bool:
+    """Remove a range unless it was read, and thus got another next use, since the scan; return whether it is gone."""
+    with suppress(FileNotFoundError):
+        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns / 1e9 != stored.read:
+            return False
+        os.unlink(name, dir_fd=folder)
+    return True
+
+
+class _Unfinished:
+    """A range that is being written: a locked file in the folder for temporary ones, whose bytes are reserved."""
+
+    def __init__(self, folder: _Folder, key: _Key, wanted: _Stored) -> None:
+        self._folder, self._key, self._reserved, self._stays = folder, key, 0, False
+        self._name = f"{key.name}.{wanted.size}.{os.urandom(8).hex()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
+        self._descriptor = open_to_lock(self._name, flags, folder.temporary)
+        try:
+            self.kept = _try_lock(self._descriptor) and (
+                folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
+            )
+            self._reserved = wanted.size if self.kept else 0
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self, body: Buffer, dataset: int, use: Use) -> None:
+        """Write the range, and move it to the folder of its dataset."""
+        parts = [body, self._key.trailer(body_crc32c(body))]
+        if not _transfer(os.writev, self._descriptor, parts):
+            raise OSError(errno.EIO, "nothing is written")
+        os.utime(self._descriptor, ns=(time.time_ns(), time_of_use(use.next_use)))
+        with suppress(FileNotFoundError):
+            status = os.stat(self._key.name, dir_fd=dataset, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or not use.fresh:
+                return  # not ours, or another process was sooner
+            _discard(self._folder, dataset, self._key)
+        os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
+        self._stays = True
+
+    def close(self) -> None:
+        """Remove the file unless it is finished."""
+        try:
+            if not self._stays:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._name, dir_fd=self._folder.temporary)
+                if self._reserved:
+                    self._folder.release(self._reserved)
+        finally:
+            close_locked(self._descriptor)
+
+
+def _discard(folder: _Folder, dataset: int, key: _Key) -> None:
+    """Remove the file of a range."""
+    with suppress(FileNotFoundError):
+        status = os.stat(key.name, dir_fd=dataset, follow_symlinks=False)
+        if stat.S_ISREG(status.st_mode):
+            os.unlink(key.name, dir_fd=dataset)
+            folder.release(disk_bytes(min(status.st_size, key.file_size)))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The folders of a cache and of a dataset in it."""
+
+    folder: _Folder
+    dataset: int
+
+
+class RangeCache:
+    """The ranges of the dataset `digest` in a cache. Thread-safe, safe after a fork; pickled as its arguments.
+
+    `url` is recorded, for `streamloader cache`. `wait_seconds` limits how long `read` waits for another process that
+    fetches the range. `failures` counts the errors of the disk by what failed.
+    """
+
+    def __init__(self, options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS) -> None:
+        self._arguments = options, digest, url, wait_seconds
+        self._options, self._url, self._wait_seconds = options, url, wait_seconds
+        self._digest = digest if _DIGEST.fullmatch(digest) else blake2b(digest.encode(), digest_size=32).hexdigest()
+        self._opened: PerProcess[_Opened] = PerProcess()
+        self._retry_at = self._touched = 0.0
+        self.failures: Counter[str] = Counter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (range_cache, self._arguments)
+
+    def read(
+        self,
+        fetch: Callable[[], Buffer],
+        path: str,
+        start: int,
+        stop: int,
+        *,
+        receiver: Receiver = RECEIVER,
+        use: Use = USE,
+    ) -> tuple[Buffer, bool]:
+        """Return bytes [start, stop) of an object of the dataset, and whether the cache had them; else `fetch()`.
+
+        What `fetch` returns is stored if it is as long as the range. A hit is in the memory of
+        `receiver.allocate(stop - start)`. Raises only what `fetch` and `allocate` raise.
+        """
+        opened = self._open() if stop > start else None
+        if opened is None:
+            return fetch(), False
+        key = _key(self._digest, path, start, stop)
+        self._touch(opened, use)
+        body = None if use.fresh else self._lookup(opened, key, receiver, use)
+        with ExitStack() as turn:
+            if body is None and use.wait and not use.fresh:
+                body = self._wait(turn, opened, key, receiver, use)
+            if body is not None:
+                return body, True
+            with self._storing(opened, key, use) as unfinished:
+                if unfinished is None or not unfinished.kept:
+                    turn.close()  # it will not be stored: nobody needs to wait for it
+                body = fetch()
+                if unfinished is not None and unfinished.kept and body_bytes(body) == key.size:
+                    with self._counting("write"):
+                        unfinished.finish(body, opened.dataset, use)
+        return body, False
+
+    def begin(self, run: str, now: float) -> None:
+        """Record that a pass of `run`, which names seed and parameters, begins at `now`, in epochs.
+
+        The next uses that another run has recorded, or this one before it was resumed elsewhere, mean nothing: they
+        become the end of this epoch.
+        """
+        opened = self._open()
+        if opened is None:
+            return
+        with self._counting("begin"):
+            descriptor = open_to_lock(DATASET, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, opened.dataset)
+            try:
+                if not _try_lock(descriptor):
+                    return  # another rank does it
+                before, known = os.fstat(descriptor).st_mtime / DAY, _parse(os.pread(descriptor, 1 << 16, 0))
+                if known.get("run") != run or not 0 <= floor(now) - floor(before) <= 1:
+                    _reset(opened.dataset, time_of_use(floor(now) + 1) - 10**9)
+                    text = json.dumps({"url": self._url, "run": run}).encode()
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, text, 0)
+                os.utime(descriptor, ns=(time.time_ns(), time_of_use(now)))
+            finally:
+                close_locked(descriptor)
+
+    def _open(self) -> _Opened | None:
+        """Return the opened folders, None if they cannot be used now."""
+        if time.monotonic() < self._retry_at:
+            return None
+        try:
+            return self._opened.get(self._open_folders)
+        except OSError as error:
+            self._retry_at = time.monotonic() + REOPEN_SECONDS
+            self._note("open", error)
+            return None
+
+    def _open_folders(self) -> _Opened:
+        folder = _Folder(self._options)
+        dataset = folder.open_below(self._digest)
+        with suppress(FileExistsError):
+            descriptor = os.open(DATASET, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600, dir_fd=dataset)
+            try:
+                os.write(descriptor, json.dumps({"url": self._url}).encode())
+                os.utime(descriptor, ns=(time.time_ns(), time_of_use(0)))
+            finally:
+                os.close(descriptor)
+        return _Opened(folder, dataset)
+
+    def _touch(self, opened: _Opened, use: Use) -> None:
+        """Write the time of this reader, now and then."""
+        now = time.monotonic()
+        if now - self._touched < TOUCH_SECONDS:
+            return
+        self._touched = now
+        with self._counting("touch"):
+            status = os.stat(DATASET, dir_fd=opened.dataset, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                modified = time_of_use(use.now) if 0 <= use.next_use < inf else status.st_mtime_ns
+                os.utime(DATASET, ns=(time.time_ns(), modified), dir_fd=opened.dataset, follow_symlinks=False)
+
+    def _lookup(self, opened: _Opened, key: _Key, receiver: Receiver, use: Use) -> Buffer | None:
+        """Return the bytes of a range from the cache, None if it has them not, or damaged ones."""
+        body = None
+        with self._counting("read"), ExitStack() as closing:
+            try:
+                descriptor = os.open(key.name, os.O_RDONLY | _NO_FOLLOW, dir_fd=opened.dataset)
+            except FileNotFoundError:
+                return None
+            closing.callback(os.close, descriptor)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            body = _read(descriptor, status.st_size, key, receiver)
+            if body is None:
+                _discard(opened.folder, opened.dataset, key)
+                return None
+            modified = status.st_mtime_ns if use.next_use == inf else time_of_use(use.next_use)
+            os.utime(descriptor, ns=(time.time_ns(), modified))
+        return body
+
+    def _wait(self, turn: ExitStack, opened: _Opened, key: _Key, receiver: Receiver, use: Use) -> Buffer | None:
+        """Wait until nobody else fetches the range, for a limited time; return its bytes if it was stored meanwhile.
+
+        If not, it is this process's turn to fetch it, until `turn` is closed.
+        """
+        found: list[Buffer] = []
+
+        def has_ended() -> bool:
+            locked = _try_lock_range(descriptor, key.name)
+            body = self._lookup(opened, key, receiver, use)  # it may have been stored before the lock
+            if body is not None:
+                found.append(body)
+            return locked or body is not None
+
+        with self._counting("lock"):
+            descriptor = open_to_lock(FETCHING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, opened.folder.root)
+            turn.callback(close_locked, descriptor)
+            _wait_until(has_ended, self._wait_seconds)
+        return found[0] if found else None
+
+    @contextmanager
+    def _storing(self, opened: _Opened, key: _Key, use: Use) -> Iterator[_Unfinished | None]:
+        """Yield the file for a range, with room for it, or None; it is removed unless it is finished."""
+        unfinished = None
+        with self._counting("write"):
+            size = disk_bytes(key.file_size)
+            order = RESIDENT if use.next_use == RESIDENT else min(use.next_use, LATEST / DAY) - use.now
+            unfinished = _Unfinished(opened.folder, key, _Stored(order, time.time(), size))
+        try:
+            yield unfinished
+        finally:
+            if unfinished is not None:
+                with self._counting("write"):
+                    unfinished.close()
+
+    @contextmanager
+    def _counting(self, what: str) -> Iterator[None]:
+        """Count and log an error of the disk in the block, which ends it."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self._opened = PerProcess()  # the folder was deleted
+            self._note(what, error)
+
+    def _note(self, what: str, error: OSError) -> None:
+        reason = f"{what}: {error.strerror or error}"
+        self.failures[reason] += 1
+        if self.failures[reason] == 1:
+            text = "cache %s: %s; what it lacks is read from the store"
+            _LOG.warning(text, Path(self._options.path) / FOLDER, reason)
+
+
+@lru_cache(64)
+def range_cache(options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS) -> RangeCache:
+    """Return the cache of a dataset, the same one for the same arguments: workers have a copy for each task."""
+    return RangeCache(options, digest, url, wait_seconds)
+
+
+def _read(descriptor: int, file_size: int, key: _Key, receiver: Receiver) -> memoryview | None:
+    """Return the body of a range in memory from `receiver`, None if the file is not what was written."""
+    if file_size != key.file_size:
+        return None
+    body = receiver.allocate(key.size)
+    trailer = bytearray(file_size - key.size)
+    if not _transfer(os.readv, descriptor, [body, trailer]):
+        return None
+    return body if trailer == key.trailer(body_crc32c(body)) else None
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """Return a JSON document, empty for what is none."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _reset(dataset: int, modified: int) -> None:
+    """Set the next use of all ranges of a dataset, but those that are resident."""
+    for name, status in _ranges(dataset):
+        if use_of_time(status.st_mtime_ns) != RESIDENT:
+            with suppress(FileNotFoundError):
+                os.utime(name, ns=(status.st_atime_ns, modified), dir_fd=dataset, follow_symlinks=False)
