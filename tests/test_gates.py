@@ -213,6 +213,10 @@ def test_a_stage_imports_only_what_stands_to_its_left(module):
                 assert allowed, f"{module}:{line} imports {name}: only {where} may"
 
 
+def test_the_order_oracle_shares_no_code_with_the_package():
+    assert not [name for name, _ in imports("testing/order.py") if name.split(".")[0] in ("streamloader", "numpy")]
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Also for types only, but not inside functions."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_order
 from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.groups import exchanged, window_bounds
 from streamloader.order.schedule import Share, World
+from streamloader.testing import order as reference
 
 
 @st.composite
@@ -50,14 +50,12 @@ def naive(share: Share, table: np.ndarray) -> list[int]:
     """The position whose sample each position gets, by rule 12 of the specification, lane by lane."""
     steps, group, _ = share.bucket
     order, count = share.order, share.num_samples
-    case = reference_order.Case(
-        "", count, order.params.block, order.lanes, order.params.window, order.seed, order.epoch
-    )
-    samples, source = reference_order.samples(case), list(range(count))
+    case = reference.Order(count, order.params.block, order.lanes, order.params.window, order.seed, order.epoch)
+    samples, source = reference.samples(case), list(range(count))
     for number, begin in enumerate(range(0, count, steps * group)):
         k = min(steps, -(-(count - begin) // group))
-        key = (reference_order.keys(case)[2] + number) % 2**64
-        numbers = [reference_order.permuted(i, k, key) for i in range(k)]
+        key = (reference.keys(case)[2] + number) % 2**64
+        numbers = [reference.permuted(i, k, key) for i in range(k)]
         for lane in range(order.lanes):
             positions = [p for p in range(begin, min(begin + k * group, count)) if p % order.lanes == lane]
             places = sorted(positions, key=lambda p: (numbers[(p - begin) // group], p))

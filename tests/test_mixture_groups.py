@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mixture_plan import phases_of
@@ -19,6 +18,7 @@ from streamloader.measure.forecast import ForecastOptions, forecast_mixture
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.mixture import Mix, MixShare
 from streamloader.order.schedule import World
+from streamloader.testing import order as reference
 
 
 @st.composite
@@ -51,11 +51,11 @@ def naive(share: MixShare, tables: list[np.ndarray]) -> list[int]:
     assert share.bucket is not None
     (steps, group, _), orders = share.bucket, share.mix.orders
     source, at, _ = replace(share, bucket=None, batch=1, world=World(0, 1)).rows(0, share.num_samples)
-    got, key = at.tolist(), reference_order.keys(reference_order.Case("", 1, 1, 1, 2, orders[0].seed, share.epoch))[2]
+    got, key = at.tolist(), reference.keys(reference.Order(1, 1, 1, 2, orders[0].seed, share.epoch))[2]
     samples: dict[tuple[int, int], list[int]] = {}
     for window, begin in enumerate(range(0, share.num_samples, steps * group)):
         k = min(steps, -(-(share.num_samples - begin) // group))
-        numbers = [reference_order.permuted(i, k, (key + window) % 2**64) for i in range(k)]
+        numbers = [reference.permuted(i, k, (key + window) % 2**64) for i in range(k)]
         places: dict[tuple[int, int, int], list[int]] = {}
         for p in range(begin, min(begin + k * group, share.num_samples)):
             order = orders[source[p]]

@@ -5,22 +5,22 @@ import json
 
 import numpy as np
 import pytest
-import reference_order as reference
+import reference_order as golden_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
 from streamloader.order.epoch_order import EpochOrder, OrderParams, _stable_argsort, mix, permute
 from streamloader.order.schedule import Share, World
+from streamloader.testing import order as reference
 
-GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))
+GOLDEN = json.loads(golden_orders.ORDERS.read_text(encoding="utf-8"))
 
 
 @st.composite
-def cases(draw: st.DrawFn, most: int = 900) -> reference.Case:
+def cases(draw: st.DrawFn, most: int = 900) -> reference.Order:
     block = draw(st.integers(1, 24))
-    return reference.Case(
-        "drawn",
+    return reference.Order(
         num_samples=draw(st.integers(0, most)),
         block=block,
         lanes=draw(st.integers(1, 9)),
@@ -31,18 +31,18 @@ def cases(draw: st.DrawFn, most: int = 900) -> reference.Case:
     )
 
 
-def order_of(case: reference.Case) -> EpochOrder:
+def order_of(case: reference.Order) -> EpochOrder:
     params = OrderParams(case.block, case.lanes, case.window)
     return EpochOrder(case.num_samples, params, case.seed, case.epoch, case.shuffle)
 
 
 def test_golden_file_is_what_the_reference_writes():
-    assert reference.ORDERS.read_text(encoding="utf-8") == reference.text()
+    assert golden_orders.ORDERS.read_text(encoding="utf-8") == golden_orders.text()
 
 
 @pytest.mark.parametrize("golden", GOLDEN["orders"], ids=lambda golden: golden["name"])
 def test_order_equals_the_golden_order(golden):
-    case = next(case for case in reference.CASES if case.name == golden["name"])
+    case = golden_orders.CASES[golden["name"]]
     samples = order_of(case).samples_at(0, case.num_samples)
     if "samples" in golden:
         assert samples.tolist() == golden["samples"]
@@ -52,7 +52,7 @@ def test_order_equals_the_golden_order(golden):
 
 @pytest.mark.parametrize("golden", GOLDEN["shares"], ids=lambda g: f"{g['order']}-{g['ranks']}-{g['remainder']}")
 def test_shares_equal_the_golden_shares(golden):
-    order = order_of(next(case for case in reference.CASES if case.name == golden["order"]))
+    order = order_of(golden_orders.CASES[golden["order"]])
     samples = order.samples_at(0, order.num_samples)
     start, size = golden["position"], golden["ranks"]
     shares = [Share(order, golden["batch"], World(rank, size), golden["remainder"]) for rank in range(size)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_order as reference
 from commands import run
 from test_bad_samples import damage
 
@@ -26,6 +25,7 @@ from streamloader.loader.dataset import NumpyMixture as Mixture
 from streamloader.measure.forecast import ForecastOptions, PackedRows, forecast, forecast_mixture
 from streamloader.order.packing import Packed
 from streamloader.storage import open_store
+from streamloader.testing import order as reference
 
 N, LENGTH, PAD = 700, 64, -1
 LAYOUT = sl.Layout(chunk_size=1 << 10, block_size=1 << 12, samples_per_shard=64)
@@ -94,7 +94,7 @@ def rows_of(batch: Mapping[str, Any], length: int = LENGTH, first: int = 0) -> l
 
 def naive(length: int = LENGTH, *, split: bool = True, documents: range = range(N)) -> list[list[Item]]:
     """The items of all rows by the reference."""
-    case = reference.Packing("", tuple(map(length_of, documents)), length, split)
+    case = reference.Packing(tuple(map(length_of, documents)), length, split)
     return [[(documents[d], piece * length) for d, piece in row] for row in reference.rows(case)]
 
 

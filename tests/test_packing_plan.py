@@ -10,7 +10,7 @@ from itertools import pairwise
 import datasets
 import numpy as np
 import pytest
-import reference_order as reference
+import reference_order as golden_orders
 from extensions import compiled, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +19,9 @@ from streamloader.errors import SelectionError
 from streamloader.order import packing
 from streamloader.order.packing import Packed
 from streamloader.samples import AllBut
+from streamloader.testing import order as reference
 
-GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["packing"]
+GOLDEN = json.loads(golden_orders.ORDERS.read_text(encoding="utf-8"))["packing"]
 
 
 @st.composite
@@ -30,7 +31,7 @@ def packings(draw: st.DrawFn) -> reference.Packing:
     most = draw(st.sampled_from([1, length, 3 * length, 200 * length]))
     lengths = draw(st.lists(st.integers(0, most), max_size=200))
     lengths += [draw(st.integers(1, length))]
-    return reference.Packing("drawn", tuple(draw(st.permutations(lengths))), length, draw(st.booleans()))
+    return reference.Packing(tuple(draw(st.permutations(lengths))), length, draw(st.booleans()))
 
 
 def packed(case: reference.Packing, **options) -> Packed:
@@ -73,7 +74,7 @@ def either(request, monkeypatch):
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
 def test_rows_equal_the_golden_rows(golden, either):
-    case = next(case for case in reference.PACKINGS if case.name == golden["name"])
+    case = golden_orders.PACKINGS[golden["name"]]
     assert rows_of(packed(case)) == [[tuple(item) for item in row] for row in golden["rows"]]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import reference_order as reference
+import reference_order as golden_orders
 import torch
 from amounts import covering
 from conversions import wait_for
@@ -43,7 +43,7 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 N = 603
-GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["orders"]
+GOLDEN = json.loads(golden_orders.ORDERS.read_text(encoding="utf-8"))["orders"]
 
 
 @pytest.fixture(scope="module")

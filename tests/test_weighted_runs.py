@@ -12,7 +12,6 @@ import commands
 import datasets
 import numpy as np
 import pytest
-import reference_order as reference
 import torch
 from datasets import flat, seen, take
 from hypothesis import given, settings
@@ -35,6 +34,7 @@ from streamloader.order.schedule import BlockRef, World
 from streamloader.order.weights import Drawn
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.storage import open_store
+from streamloader.testing import order as reference
 
 N = 603
 WEIGHTS = np.random.default_rng(5).choice([0, 0.1, 0.5, 1, 1, 2, 6.5], N)
@@ -73,7 +73,7 @@ def drawn(ds: StreamingDataset, epoch: int) -> list[int]:
 def positions_of(ds: StreamingDataset, case: reference.Weighted) -> list[int]:
     """The sample at each position of an epoch by the reference."""
     params, count = ds._first.sources[0].params, reference.num_draws(case)
-    order = reference.Case("", count, params.block, params.lanes, params.window, case.seed, case.epoch)
+    order = reference.Order(count, params.block, params.lanes, params.window, case.seed, case.epoch)
     draws = reference.draws(case)
     return [draws[element] for element in reference.samples(order)]
 
@@ -152,7 +152,7 @@ def test_every_row_of_every_epoch_is_the_sample_that_was_drawn(url, workers, opt
             datasets.check_batch(batch, datasets.FIELDS)
             assert batch["index"].tolist() == ds.samples(epoch, step).tolist()
         found = [i - (603 - 553) * ("where" in options) for i in seen(batches)]
-        case = reference.Weighted("", tuple(weights), None, options.get("replacement", True), 0, epoch)
+        case = reference.Weighted(tuple(weights), None, options.get("replacement", True), 0, epoch)
         expected = positions_of(ds, case) if options.get("shuffle", True) else reference.draws(case)
         assert found == expected
     ds.close()

@@ -7,15 +7,16 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import reference_order as reference
+import reference_order as golden_orders
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import SelectionError
 from streamloader.order.weights import Drawn, scale_weights
 from streamloader.samples import AllBut
+from streamloader.testing import order as reference
 
-GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["weights"]
+GOLDEN = json.loads(golden_orders.ORDERS.read_text(encoding="utf-8"))["weights"]
 
 numbers = st.one_of(st.integers(0, 9), st.floats(0, 1e6), st.floats(0, 1e-300), st.sampled_from([0.1, 1e300, 1 / 3]))
 
@@ -26,10 +27,10 @@ def weighted(draw: st.DrawFn) -> reference.Weighted:
     weights = draw(st.lists(numbers, min_size=1, max_size=40).filter(any))
     options = draw(st.booleans()), draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 2**40))
     if draw(st.booleans()):
-        return reference.Weighted("samples", tuple(weights), None, *options)
+        return reference.Weighted(tuple(weights), None, *options)
     others = draw(st.lists(st.integers(-1, len(weights) - 1), max_size=60))
     classes = draw(st.permutations(others + [c for c, weight in enumerate(weights) if weight]))
-    return reference.Weighted("classes", tuple(weights), tuple(classes), *options)
+    return reference.Weighted(tuple(weights), tuple(classes), *options)
 
 
 def drawn(case: reference.Weighted, base: Any = None) -> Drawn:
@@ -44,7 +45,7 @@ def epoch_of(found: Drawn, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
 def test_draws_equal_the_golden_draws(golden):
-    case = next(case for case in reference.WEIGHTED if case.name == golden["name"])
+    case = golden_orders.WEIGHTED[golden["name"]]
     assert epoch_of(drawn(case), case.epoch) == golden["draws"]
 
 

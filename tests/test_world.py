@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_order as reference
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.pytorch.distributed import resolve_world
+from streamloader.testing import order as reference
 
 sizes = st.integers(1, 7)
 remainders = st.sampled_from(("pad", "drop", "uneven"))
@@ -50,7 +50,7 @@ def shares(draw: st.DrawFn) -> Share:
 @given(shares(), st.data())
 def test_positions_equal_the_reference(share, data):
     start = data.draw(st.integers(0, share.num_samples))
-    case = reference.Case("", share.num_samples, 1, share.order.lanes, 2)
+    case = reference.Order(share.num_samples, 1, share.order.lanes, 2)
     expected = reference.steps(case, share.batch, share.world.size, share.remainder, start)
     assert [taken(share, start + i * share.global_batch) for i in range(len(expected))] == expected
     assert share.global_steps(start) == len(expected)
