@@ -37,6 +37,7 @@ from urllib3 import HTTPResponse
 from streamloader.errors import AccessError
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, body_crc32c, buffers_of
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
+from streamloader.storage.process import run_all
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
 from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location, parse_location
@@ -60,6 +61,7 @@ _REDIRECTS = (301, 302, 307)
 PART_BYTES = 512 << 20  # from two parts on, uploads are multipart: S3 accepts PUTs of 5 GiB, but retries start again
 SMALL_BYTES = 64 << 10  # smaller buffers are joined, as each would be a packet
 KEYS_PER_DELETE = 1000  # S3's limit
+DELETING_THREADS = 16  # of objects one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +329,7 @@ class S3Client:
         """
         body = _Upload(data)
         if len(body) >= 2 * PART_BYTES:
-            return self._put_in_parts(path, body)
+            return self.put_in_parts(path, data)
         if self._checks_crc is not False:
             crc = base64.b64encode(body_crc32c(data).to_bytes(4, "big")).decode()
             try:
@@ -344,11 +346,12 @@ class S3Client:
                     return etag_of(response)
         return etag_of(self.call("PutObject", Key=path, Body=body))
 
-    def _put_in_parts(self, path: str, body: _Upload) -> str:
+    def put_in_parts(self, path: str, data: Body, part_bytes: int = PART_BYTES) -> str:
+        """Write the object by parts of `part_bytes`, all but the last: Cloudflare's R2 takes no others."""
         upload = {"Key": path, "UploadId": self.call("CreateMultipartUpload", Key=path)["UploadId"]}
         try:
             parts = []
-            for number, part in enumerate(body.split(PART_BYTES), 1):
+            for number, part in enumerate(_Upload(data).split(part_bytes), 1):
                 response = self.call("UploadPart", **upload, PartNumber=number, Body=part)
                 parts.append({"PartNumber": number, "ETag": response["ETag"]})
             return etag_of(self.call("CompleteMultipartUpload", **upload, MultipartUpload={"Parts": parts}))
@@ -358,8 +361,19 @@ class S3Client:
             raise
 
     def create(self, path: str, data: Buffer) -> str:
-        """Write the object; an error of status 412 if it exists."""
-        return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfNoneMatch="*"))
+        """Write the object; an error of status 412 if it exists.
+
+        Some servers ignore the condition or reject it with status 501, so it is not what tells that an object exists,
+        but which one of several writers at once is the first.
+        """
+        if self.info(path) is not None:
+            raise HttpError(412, "PreconditionFailed", "the object exists")
+        try:
+            return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfNoneMatch="*"))
+        except ClientError as error:
+            if facts_of(error).status != 501:
+                raise
+        return self.put(path, data)
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object if its content is `before`."""
@@ -383,11 +397,26 @@ class S3Client:
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects, and ignore those that do not exist."""
         for first in range(0, len(paths), KEYS_PER_DELETE):
-            keys = [{"Key": key} for key in paths[first : first + KEYS_PER_DELETE]]
-            response = self.call("DeleteObjects", Delete={"Objects": keys, "Quiet": True})
+            keys = paths[first : first + KEYS_PER_DELETE]
+            try:
+                response = self.call("DeleteObjects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+            except ClientError as error:
+                facts = facts_of(error)
+                if facts.status not in (400, 405, 501) or facts.code in (*EXPIRED, *_OTHER_REGION):
+                    raise
+                # some servers require MD5, which botocore no longer sends, or do not support the request
+                run_all(self._delete, keys, DELETING_THREADS)
+                continue
             for failure in response.get("Errors", ()):
                 if failure.get("Code") != "NoSuchKey":
                     raise ClientError({"Error": failure}, "DeleteObjects")
+
+    def _delete(self, path: str) -> None:
+        try:
+            self.call("DeleteObject", Key=path)
+        except ClientError as error:
+            if facts_of(error).status != 404:  # Google's, of a missing object
+                raise
 
     def remove_leftovers(self, folder: str) -> int:
         """Abort the unfinished uploads below a folder, and return their number."""
