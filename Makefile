@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod fuzz
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
+	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
@@ -103,6 +104,10 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader
 	@# beside torch for the CPU it cannot be imported, which those who find it would try: see tests/torchvision_of_any_build.py
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps --target $(INTEGRATIONS)/torchvision torchvision
 	@touch $@
+
+fuzz: SECONDS ?= 3600
+fuzz: $(INTEGRATIONS)/.installed
+	cd tests && ../$(INTEGRATIONS)/bin/python -m fuzz.run --seconds $(SECONDS) $(TARGETS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

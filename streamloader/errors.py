@@ -39,6 +39,9 @@ StreamloaderError
 
 from typing import Any, ClassVar
 
+MOST_CHARACTERS = 2000  # that `str` shows of a problem, and of a remedy
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+
 
 class StreamloaderError(Exception):
     """The base class.
@@ -61,8 +64,17 @@ class StreamloaderError(Exception):
     def __str__(self) -> str:
         if not self.remedy and f"[{self.code}]" in self.problem:
             return self.problem  # an error of a DataLoader worker, which torch recreates from its text and traceback
-        text = f"{self.problem}; {self.remedy}" if self.remedy else self.problem
-        return f"{' '.join(text.split())} [{self.code}]"
+        text = "; ".join(_shortened(part) for part in (self.problem, self.remedy) if part)
+        return f"{text} [{self.code}]"
+
+
+def _shortened(text: str) -> str:
+    """Return a text on one line, of limited length and without control characters: it may quote what others wrote."""
+    text = " ".join(text.split()).translate(_CONTROLS)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    left_out = len(text) - MOST_CHARACTERS
+    return f"{text[: MOST_CHARACTERS // 2]} ... ({left_out} characters) ... {text[-MOST_CHARACTERS // 2 :]}"
 
 
 class UsageError(StreamloaderError, ValueError, code="SL100"):

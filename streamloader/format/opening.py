@@ -94,7 +94,7 @@ def _open_root(store: Store, split: str | None) -> Opened:
         if split is not None:
             raise FieldError(f"{store.url} has no splits, but split={split!r} was given", "leave split out")
         return Opened(read_manifest(attributes, store.url), store, ())
-    if not isinstance(splits, Mapping) or not all(NAME.match(name) for name in splits):
+    if not isinstance(splits, Mapping) or not splits or not all(NAME.match(name) for name in splits):
         raise FormatError(f"the splits of {store.url} are damaged", "convert it again")
     names = tuple(splits)
     if split is None or split not in splits:

@@ -624,11 +624,14 @@ def read_value(state: dict[str, Any], name: str, *types: type) -> Any:
 
 def _read_phases(state: dict[str, Any], numbers: Sequence[int]) -> tuple[Phase, ...]:
     """Return the phases of a state. `numbers`: the number among this run's sources of each of the state's."""
-    from streamloader.order.mixture import Phase
+    from streamloader.order.mixture import MAX_PARTS, Phase
 
     phases = read_list(state, "phases", [(int, int, [int], [int])])
     valid = all(
-        unit and any(weights) and len(weights) == len(sources) == len(set(sources)) and max(sources) < len(numbers)
+        unit
+        and 0 < sum(weights) <= MAX_PARTS + len(weights)
+        and len(weights) == len(sources) == len(set(sources))
+        and max(sources) < len(numbers)
         for _, unit, weights, sources in phases
     ) and all(after[0] > before[0] and not (after[0] - before[0]) % before[1] for before, after in pairwise(phases))
     if not phases or phases[0][0] or not valid:

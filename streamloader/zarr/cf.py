@@ -20,6 +20,7 @@ from streamloader.errors import FormatError
 PIECE_ELEMENTS = 1 << 16  # unpacked at once, so that temporary float64 values fit in a core's cache
 # Limits in unpacked units are rounded by up to this share of a step: scale, offset and limits may have been float32.
 ROUNDED = 0.01
+_DIGITS = 300  # of a whole number in a text, more than any dtype has
 _LONGEST = 500  # items of an attribute that are shown
 _NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)", re.IGNORECASE)
 
@@ -161,7 +162,10 @@ def _valid_limits(
 def _limits(attributes: Mapping[str, Any], name: str, count: int) -> list[float]:
     """Return the numbers of a limit, a list or a text; empty unless it has `count`. Those without a point are int."""
     found = [number.lower() for number in _NUMBER.findall(str(attributes.get(name)))]
-    return [float(x) if set(x) & set(".ei") else int(x) for x in found] if len(found) == count else []
+    if len(found) != count:
+        return []
+    # Python refuses to read whole numbers of many digits
+    return [float(x) if set(x) & set(".ei") or len(x) > _DIGITS else int(x) for x in found]
 
 
 def _reinterpreted(limit: float, view: np.dtype[Any]) -> float:
@@ -182,8 +186,8 @@ def attribute_text(value: Any) -> str:
 
 def _numbers(attributes: Mapping[str, Any], name: str, where: str) -> list[Any]:
     """Return the numbers of an attribute: one, a list or an array, as Python numbers; texts are read."""
-    values = np.ravel(np.asarray(attributes.get(name, []))).tolist()
     try:
+        values = np.ravel(np.asarray(attributes.get(name, []))).tolist()
         return [value if type(value) in (int, float) else float(value) for value in values if value is not None]
     except (TypeError, ValueError) as error:
         raise _not_a_number(attributes, name, where) from error
