@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod fuzz
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
+	@echo "make soak         trains with faults, kills and other world sizes, an hour: make soak SECONDS=600 SEED=1"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
@@ -108,6 +109,10 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader
 fuzz: SECONDS ?= 3600
 fuzz: $(INTEGRATIONS)/.installed
 	cd tests && ../$(INTEGRATIONS)/bin/python -m fuzz.run --seconds $(SECONDS) $(TARGETS)
+
+soak: SECONDS ?= 3600
+soak: $(INTEGRATIONS)/.installed
+	PYTHONPATH=tests $(INTEGRATIONS)/bin/python tests/integrations/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
