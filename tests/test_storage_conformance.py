@@ -12,11 +12,14 @@ from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
+from typing import ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 from conversions import wait_for
 from faulty import QuietHandler, serving
+from fsspec.implementations.memory import MemoryFileSystem
 from leaks import uncollected
 
 from streamloader.errors import NotFoundError, ObjectExistsError, StorageError, UnsupportedError, UsageError
@@ -272,3 +275,29 @@ def test_a_folder_that_a_web_server_lists_is_a_store(tmp_path):
 
 class ListingHandler(QuietHandler, SimpleHTTPRequestHandler):
     """Python's own: it lists folders and ignores ranges."""
+
+
+class OtherNames(MemoryFileSystem):
+    """A filesystem of fsspec as gcsfs and adlfs are: it names a body otherwise, takes bytes only, and ignores tails."""
+
+    protocol = "othernames"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    def pipe_file(self, path, data, mode="overwrite"):
+        assert type(data) is bytes
+        super().pipe_file(path, data, mode)
+
+    def cat_file(self, path, start=None, end=None):
+        return super().cat_file(path, max(0, start or 0), end)
+
+
+def test_filesystems_get_bodies_as_bytes_whatever_their_name_and_must_not_ignore_the_range_of_a_tail():
+    fsspec.register_implementation("othernames", OtherNames, clobber=True)
+    store = open_store("othernames://folder", {"retry": {"outage_seconds": 0, "request_seconds": 0}})
+    store.put("a", bytearray(b"01"))
+    store.create("b", memoryview(b"01"))
+    store.replace("a", bytearray(DIGITS), b"01")
+    assert (store.get("a"), store.get_range("a", 2, 4), store.get("b")) == (DIGITS, b"23", b"01")
+    with pytest.raises(UnsupportedError, match="received 10 bytes for the last 3"):
+        store.get_tail("a", 3)

@@ -79,13 +79,16 @@ class FsspecClient:
         data = self._read_range(path, 0, SMALL_BYTES)  # most objects, with a short deadline
         return data if len(data) != SMALL_BYTES else bytes(self._timed("cat_file", path, UNKNOWN_BYTES))
 
-    def _timed(self, method: str, path: str, size: int, **options: Any) -> Any:
-        """Call a method with the deadline of a response of `size` bytes, if the filesystem is asynchronous."""
+    def _timed(self, method: str, path: str, size: int, *values: Any, **options: Any) -> Any:
+        """Call a method with the deadline of a response of `size` bytes, if the filesystem is asynchronous.
+
+        `values` have other names in some filesystems.
+        """
         coroutine = getattr(self.fs, f"_{method}", None)
         # fsspec sets a blocking copy of each asynchronous method, and a cache shows those of the class below it
         if method not in vars(self.fs) or not iscoroutinefunction(coroutine):
-            return getattr(self.fs, method)(path, **options)
-        return sync(self.fs.loop, coroutine, path, timeout=self.policy.deadline(size), **options)
+            return getattr(self.fs, method)(path, *values, **options)
+        return sync(self.fs.loop, coroutine, path, *values, timeout=self.policy.deadline(size), **options)
 
     def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
         """Return bytes [start, stop), fewer if the object ends before `stop`."""
@@ -96,7 +99,10 @@ class FsspecClient:
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer if the object is smaller."""
-        return self._read_range(path, -size, None)
+        data = self._read_range(path, -size, None)
+        if len(data) > size:
+            raise HttpError(200, "RangeNotSupported", f"received {len(data)} bytes for the last {size}")
+        return data
 
     def _read_range(self, path: str, start: int, stop: int | None, receiver: Receiver = RECEIVER) -> bytes:
         try:
@@ -151,12 +157,12 @@ class FsspecClient:
 
     def put(self, path: str, data: Body) -> str:
         """Write the object and return its etag."""
-        return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data)))
+        return etag_of(self._timed("pipe_file", path, body_bytes(data), _joined(data)))
 
     def create(self, path: str, data: Buffer) -> str:
         """Write the object; raises FileExistsError if it exists."""
         with self._lock(path):
-            return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data), mode="create"))
+            return etag_of(self._timed("pipe_file", path, body_bytes(data), _joined(data), mode="create"))
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object if its content is `before`."""
@@ -370,8 +376,9 @@ def _links_below(page: str, html: bytes) -> list[str]:
     return sorted(url for url in urls if url.startswith(page) and url != page and not set("?#") & set(url))
 
 
-def _joined(data: Body) -> bytes | bytearray:
-    return data if isinstance(data, bytes | bytearray) else b"".join(buffers_of(data))
+def _joined(data: Body) -> bytes:
+    """Return the body as bytes: adlfs writes nothing else."""
+    return data if isinstance(data, bytes) else b"".join(buffers_of(data))
 
 
 def _object_info(path: str, info: dict[str, Any]) -> ObjectInfo:

@@ -155,8 +155,9 @@ def _result(law: Law, place: Place) -> Result:
         return Result(law, None)
     try:
         law.check(place)
-    except (LawError, StreamloaderError) as error:
-        return Result(law, False, " ".join(str(error).split())[:300])
+    except Exception as error:  # noqa: BLE001 - whatever a client raises is a finding
+        kind = "" if isinstance(error, LawError | StreamloaderError) else f"{type(error).__name__}: "
+        return Result(law, False, kind + " ".join(str(error).split())[:300])
     return Result(law, True)
 
 
