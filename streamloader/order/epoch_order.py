@@ -263,14 +263,31 @@ class EpochOrder:
         whether each lane counts.
         """
         ordinals = permute(numbers, self.num_blocks, self._keys[0], inverse=True)
-        length, longer = divmod(self.num_samples, self.lanes)
-        begins = np.arange(self.lanes + 1) * length + np.minimum(np.arange(self.lanes + 1), longer)
-        first, last = self.first_arrivals(ordinals), self.first_arrivals(ordinals + 1) - 1
-        lane, end = (np.searchsorted(begins, arrival, side="right") - 1 for arrival in (first, last))
+        lane, first = self._in_lanes(self.first_arrivals(ordinals))
+        end, _ = self._in_lanes(self.first_arrivals(ordinals + 1) - 1)
         counts = np.concatenate([[0], np.cumsum(lanes)])
         # a block that continues in a later lane is what that lane begins with
         uses = np.where(counts[end + 1] > counts[lane + 1], 0.0, np.inf)
-        return np.where(lanes[lane], np.minimum(uses, (first - begins[lane]) / max(1, length)), uses)
+        return np.where(lanes[lane], np.minimum(uses, first), uses)
+
+    def uses_of_parts(
+        self, numbers: NDArray[np.int64], rows: NDArray[np.int64], lanes: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return when parts of blocks are read, and when the lane in which their block begins reads that.
+
+        `rows`: the first row of each part. The lane reads it after the lanes in which it continues; infinity for a part
+        that is there, and for a lane that does not count. Times and `lanes` are as in `first_uses`.
+        """
+        first = self.first_arrivals(permute(numbers, self.num_blocks, self._keys[0], inverse=True))
+        (lane, begin), (_, now) = self._in_lanes(first), self._in_lanes(first + rows)
+        return now, np.where(lanes[lane] & (rows > 0), begin, np.inf)
+
+    def _in_lanes(self, arrivals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the lane of each arrival, and where it is there, from 0 to 1."""
+        length, longer = divmod(self.num_samples, self.lanes)
+        begins = np.arange(self.lanes + 1) * length + np.minimum(np.arange(self.lanes + 1), longer)
+        lane = np.searchsorted(begins, arrivals, side="right") - 1
+        return lane, (arrivals - begins[lane]) / max(1, length)
 
     def samples(self, arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample number of each arrival."""

@@ -592,26 +592,35 @@ class MixShare(EpochShare):
         """The position in the run."""
         return self.bounds[0]
 
-    def next_uses(self, keys: Sequence[MixKey], start: Ints) -> tuple[Ints, Times]:
+    def next_uses(self, keys: Sequence[MixKey], start: Ints) -> tuple[Ints, *tuple[Times, ...]]:
         """Return the first sample of some blocks, and when their source's next epoch reads them.
 
-        That is about the position in the run, from the weights of the last phase.
+        That is about the position in the run, from the weights of the last phase. The times of the node are these by
+        the samples of all sources.
         """
-        begin, weights = self.bounds[0], self.mix.phases[-1]
-        counts, first, uses = self.mix.counts(begin).tolist(), start.copy(), np.full(start.size, np.inf)
+        begin, weights, node = self.bounds[0], self.mix.phases[-1], self.world.node
+        counts, first = self.mix.counts(begin).tolist(), start.copy()
+        uses = [np.full(start.size, np.inf) for _ in range(3 if node else 1)]
         columns = np.array(keys, np.int64).reshape(-1, 4)
         for source, epoch in sorted(set(map(tuple, columns[:, :2].tolist()))):
             of_epoch = np.flatnonzero((columns[:, 0] == source) & (columns[:, 1] == epoch))
             order = replace(self.mix.orders[source], epoch=epoch)
             size = self.world.size if self.divides else 1
-            world = World((self.world.rank - (epoch + 1) * order.num_samples) % size, size)
-            share = Share(order, self.batch, world, "pad", self.mix.units[source])
-            at, times = share.next_uses((), start[of_epoch] - self.mix.firsts[source])
+            ranks = [(rank - (epoch + 1) * order.num_samples) % size for rank in (self.world.rank, *node)]
+            share = Share(order, self.batch, World(ranks[0], size, tuple(ranks[1:])), "pad", self.mix.units[source])
+            at, *times = share.next_uses((), start[of_epoch] - self.mix.firsts[source])
             first[of_epoch] = at + self.mix.firsts[source]
             if weight := weights.weight(source):
-                turns = (times * order.num_samples - counts[source]) * sum(weights.weights) / weight
-                uses[of_epoch] = begin + turns
-        return first, uses
+                for column, each in zip(uses, times, strict=True):
+                    turns = (each * order.num_samples - counts[source]) * sum(weights.weights) / weight
+                    column[of_epoch] = begin + turns
+        shown: list[Times] = [uses[0], *(column / self.epoch_samples for column in uses[1:])]
+        return first, *shown
+
+    @property
+    def epoch_samples(self) -> int:
+        """The samples of all sources."""
+        return sum(order.num_samples for order in self.mix.orders)
 
 
 def _read_source(order: EpochOrder, unit: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, repeat, starmap, tee
 from math import inf
 from typing import Any, NamedTuple, Self, TypeVar
@@ -29,10 +29,14 @@ from streamloader.order.groups import Bucket, exchanged, window_bounds
 
 @dataclass(frozen=True)
 class World:
-    """Rank `rank` of `size` ranks. Raises `WorldError` for an invalid rank or size."""
+    """Rank `rank` of `size` ranks. Raises `WorldError` for an invalid rank or size.
+
+    `node`: the ranks that share a cache with this one, itself included; () without a cache.
+    """
 
     rank: int
     size: int
+    node: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -45,7 +49,12 @@ class World:
         """
         if workers < 1 or not 0 <= worker < workers:
             raise WorldError(f"worker {worker} is invalid for {workers} workers", "give 0 <= worker < workers")
-        return World(self.rank + self.size * worker, self.size * workers)
+        node = tuple(rank + self.size * number for number in range(workers) for rank in self.node)
+        return World(self.rank + self.size * worker, self.size * workers, node)
+
+    def lanes(self, count: int, ranks: Collection[int]) -> NDArray[np.bool_]:
+        """Return whether some ranks read each of `count` lanes in turn: all if the size does not divide them."""
+        return np.isin(np.arange(count) % self.size, tuple(ranks)) | (count % self.size > 0)
 
 
 class Gap(NamedTuple):
@@ -320,11 +329,14 @@ class EpochShare:
         """When the epoch begins, as one of the times that `next_uses` returns."""
         raise NotImplementedError
 
-    def next_uses(self, keys: Sequence[Any], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
+    def next_uses(self, keys: Sequence[Any], start: Ints) -> tuple[Ints, *tuple[Times, ...]]:
         """Return the first sample of some blocks, which parts of a block share, and when they are read after the epoch.
 
         `keys` and `start`: as in `BlockReads`. The times of a run can be compared with one another; infinity: the next
         epoch of this rank does not read the block.
+
+        If the world has a `node`, also return when this rank reads each part, and when one of the ranks of the node
+        reads the block next: in the rest of this epoch if the part is not its first one, or in the next. In epochs.
         """
         raise NotImplementedError
 
@@ -600,26 +612,34 @@ class Share(EpochShare):
         return reads, None
 
     @cached_property
-    def _next_order(self) -> tuple[EpochOrder, NDArray[np.bool_]]:
-        """The order of the next epoch, and whether this rank reads each of its lanes."""
-        every = not self.divides
-        lanes = np.array([every or lane % self.world.size == self.world.rank for lane in range(self.order.lanes)])
-        return replace(self.order, epoch=self.epoch + 1), lanes
+    def _next_order(self) -> EpochOrder:
+        """The order of the next epoch."""
+        return replace(self.order, epoch=self.epoch + 1)
 
     @property
     def time(self) -> float:
         """The number of the epoch."""
         return self.epoch
 
-    def next_uses(self, _keys: Sequence[Key], start: Ints) -> tuple[Ints, NDArray[np.float64]]:
+    def next_uses(self, _keys: Sequence[Key], start: Ints) -> tuple[Ints, *tuple[Times, ...]]:
         """Return the first sample of some blocks, and when they are read in the next epoch: its number and a part."""
-        if self.order.stride:
-            return start, np.full(start.size, inf)
-        order, lanes = self._next_order
+        order, epoch, shares = self._next_order, self.epoch, bool(self.world.node)
+        if order.stride:
+            never = np.full(start.size, inf)
+            return (start, never, np.full(start.size, float(epoch)), never) if shares else (start, never)
         if not order.shuffle:
-            return start, self.epoch + 1 + start / self.num_samples
+            now = epoch + start / self.num_samples
+            return (start, now + 1, now, now + 1) if shares else (start, now + 1)
         numbers = start // order.params.block
-        return numbers * order.params.block, self.epoch + 1 + order.first_uses(numbers, lanes)
+        first, lanes = numbers * order.params.block, partial(self.world.lanes, order.lanes)
+        uses = epoch + 1 + order.first_uses(numbers, lanes([self.world.rank]))
+        if not shares:
+            return first, uses
+        of_node = lanes(self.world.node)
+        now, later = self.order.uses_of_parts(numbers, start - first, of_node)
+        next_epoch = epoch + 1 + order.first_uses(numbers, of_node)
+        after = np.where((now < later) & (later < inf), epoch + later, next_epoch)
+        return first, uses, epoch + now, after
 
     def read_samples(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts."""
@@ -705,6 +725,7 @@ def _rows_by_lane(position: int, count: int, lanes: int) -> Ints:
 
 
 Ints = NDArray[np.int64]
+Times = NDArray[np.float64]
 # Yields positions of a span's rows in parts; a function, since they are iterated more than once.
 Positions = Callable[[], Iterator[Ints]]
 Key = tuple[int, int]  # (lane, ordinal of the block); without shuffle (0, number of the unit)
@@ -892,7 +913,8 @@ class BlockRef(NamedTuple):
     A block that two lanes share is two fetches, each of its lane's part: no sample is fetched twice.
 
     `block`: the first sample of the block that it is a part of. `next_use`: when that is read after this epoch, which
-    can be compared with that of other blocks: see `EpochShare.next_uses`.
+    can be compared with that of other blocks. `now` and `node_use`: when this rank reads it, and when one of the ranks
+    that share a cache reads the block next: see `EpochShare.next_uses`.
     """
 
     ticket: int
@@ -900,6 +922,8 @@ class BlockRef(NamedTuple):
     stop: int
     block: int = -1
     next_use: float = inf
+    now: float = 0.0
+    node_use: float = inf
 
 
 class BatchPlan(NamedTuple):
