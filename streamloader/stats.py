@@ -73,7 +73,8 @@ class Stats:
     `request_seconds` (requests in flight) and `transform_seconds` (your transform) are sums over all threads.
     `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
     whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
-    `requests` counts these, retries, and what a client sends again because the response begins late.
+    `requests` counts these, retries, and what a client sends again because the response begins late. `cache_hits`, of
+    `cache_bytes` in all, were read from the cache on local disk instead (`cache=`), and are no requests.
 
     Of arrays: `chunks` is the number of chunks that the samples of an epoch are in, at all ranks, and `chunks_read` how
     many were read, those that several blocks need for each of them unless they are kept in memory. `missing_chunks` of
@@ -109,6 +110,8 @@ class Stats:
     workers: int = 0
     workers_replaced: int = 0
     bytes_fetched: int = 0
+    cache_hits: int = 0
+    cache_bytes: int = 0
     bytes_decoded: int = 0
     chunks: int = 0
     chunks_read: int = 0
@@ -217,6 +220,7 @@ class Stats:
         return (
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:.0f} samples/s, "
             f"{self.bytes_fetched / 1e6:.1f} MB in {self.requests} requests ({self.retries} retries); "
+            f"{self._cached()}"
             f"{_count(self.bad_samples, 'bad sample') + '; ' if self.bad_samples else ''}"
             f"{self.waiting_for or self.verdict}"
         )
@@ -226,7 +230,17 @@ class Stats:
         """Seconds in which the loader was not ahead: the denominator of its rates."""
         return max(self.seconds - self.full_seconds, self.wait_seconds)
 
+    def _cached(self) -> str:
+        share = quotient(self.cache_hits, self.cache_hits + self.requests)
+        return f"{self.cache_bytes / 1e6:.1f} MB from the cache ({share:.0%} hits); " if self.cache_hits else ""
+
     def _network(self) -> str:
+        if self.cache_hits <= self.requests:
+            return self._requests()
+        disk = quotient(self.cache_bytes / 1e6, self._active)
+        return f"{disk:.4g} MB/s from the cache, with {self.requests} requests beside it; a faster disk may help"
+
+    def _requests(self) -> str:
         size = self.bytes_fetched / max(1, self.requests)
         flight = self.requests_in_flight
         mean_size = f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import BatchPlan, Compute, EpochShare, Ints
 from streamloader.stats import Counters
+from streamloader.storage.buffers import RESIDENT, Use
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
@@ -219,6 +220,18 @@ class Dataset:
         layout = side.manifest.fields[name]
         return f"{side.store.url}/{layout.shard_key(name, int(stored[0]) // layout.shard)}"
 
+    def runs_of_part(self, name: str, part: tuple[int, int], block: tuple[int, int]) -> Sequence[Any]:
+        """Return the requests for a field of a part [start, stop) of a block.
+
+        What a cache gets are the bytes of the requests for the whole block: other epochs divide it elsewhere. If these
+        are cut at other places, it gets those of the part.
+        """
+        runs, store = self.runs(name, *part), self.side(name)[0].store
+        if part == block or store.cache is None or isinstance(self.readers[name], RegionReader):
+            return runs
+        whole = self.runs(name, *block)
+        return [run._replace(cached=_bytes_around(run, whole)) for run in runs]
+
     def runs(self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> Sequence[Any]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
 
@@ -259,6 +272,12 @@ class Dataset:
         """Pickle without the readers, and the documents of the latest blocks."""
         kept = self.__dict__.items()
         return {name: value for name, value in kept if not name.endswith("readers") and name != "documents"}
+
+
+def _bytes_around(run: Run, others: Sequence[Run]) -> tuple[int, int] | None:
+    """Return the bytes of the first of some requests that reads those of a run too; None if there is none."""
+    found = ((each.start, each.stop) for each in others if each.path == run.path)
+    return next((each for each in found if each[0] <= run.start and run.stop <= each[1]), None)
 
 
 def share_readers(datasets: Sequence[Dataset]) -> None:
@@ -362,6 +381,28 @@ def plans(
         share, position = share.at_epoch(share.epoch + 1), 0
 
 
+def counted(
+    field: FieldReader, run: Run, counters: Counters, on_retry: Callable[..., None]
+) -> Callable[[], memoryview]:
+    """Return a function that fetches the bytes of a run of a resident field, with retries, and counts that.
+
+    It is called again if these are damaged, and then does not take them from a cache.
+    """
+    store, reads, count_request = field.store, count(), partial(counters.add, requests=1)
+
+    def fetch() -> memoryview:
+        use, call = Use(RESIDENT, fresh=next(reads) > 0), partial(store.retries.call, on_retry=on_retry)
+        reader, seconds = store.reader().timed(count_request)
+        body = field.fetch(replace(reader, on_repeat=count_request, call=call, use=use), run)
+        if seconds:
+            counters.add(bytes_fetched=len(body))
+        else:
+            counters.add(cache_hits=1, cache_bytes=len(body))
+        return body
+
+    return fetch
+
+
 def load_field(
     field: FieldReader,
     out: NDArray[Any],
@@ -376,13 +417,6 @@ def load_field(
     format errors are raised. Raises storage errors, and exceptions of `sleep`.
     """
     store = field.store
-    reader = replace(store.reader(), on_repeat=partial(counters.add, requests=1))
-
-    def request(run: Run) -> memoryview:
-        counters.add(requests=1)
-        body = field.fetch(reader, run)
-        counters.add(bytes_fetched=len(body))
-        return body
 
     def count_retry(*_: object) -> None:
         counters.add(retries=1)
@@ -391,7 +425,7 @@ def load_field(
         left = [run]  # not by recursion: a function that calls itself holds itself, until a collection
         while left:
             part = left.pop(0)
-            fetch = partial(store.retries.call, partial(request, part), on_retry=count_retry)
+            fetch = counted(field, part, counters, count_retry)
             with store.retries.waits_by(sleep):
                 try:
                     field.load(part, fetch, out, 0, on_damage=count_retry)

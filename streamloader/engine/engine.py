@@ -114,7 +114,9 @@ class Engine:
         streamed = tuple(name for name in self._names if name not in resident)
         memory = self._memory(streamed, budget, share)
         # before other threads start, since it raises for an invalid transform
-        fetcher = Fetcher(self.datasets, streamed, (self._pace, self._hedging), memory, self.executor)
+        cached = any(store.cache is not None for dataset in self.datasets for store in dataset.stores)
+        limits, blocks = (self._pace, self._hedging), share.blocks if cached else ()
+        fetcher = Fetcher(self.datasets, streamed, limits, memory, self.executor, blocks=blocks)
         stages = Stages(
             self._config,
             self._names,

@@ -47,7 +47,7 @@ from streamloader.errors import (
 from streamloader.format.opening import BODY_ATTEMPTS, is_damage
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.schedule import BlockRef, Ints
-from streamloader.storage.buffers import Allocate
+from streamloader.storage.buffers import USE, Allocate, Use
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
@@ -62,7 +62,7 @@ class LoadingBlock:
 
     `expected`: the bytes of decoded chunks, an estimate from the chunk table. `runs`: the requests of the fields whose
     chunk tables were at hand, or the error of reading these. `documents`: those of packed rows, each of which is loaded
-    once.
+    once. `whole`: the samples [start, stop) of the block of the order that it is, or is a part of.
     """
 
     dataset: Dataset
@@ -72,6 +72,7 @@ class LoadingBlock:
     runs: dict[str, Any] = field(default_factory=dict)
     error: StreamloaderError | None = None
     documents: Ints | None = None
+    whole: tuple[int, int] = (0, 0)
 
     @property
     def stop(self) -> int:
@@ -138,7 +139,10 @@ def sleeper(closed: threading.Event) -> Callable[[float], None]:
 
 
 class Fetcher:
-    """Loads admitted blocks with up to `budget.threads` concurrent requests; one consumer waits for blocks."""
+    """Loads admitted blocks with up to `budget.threads` concurrent requests; one consumer waits for blocks.
+
+    `blocks`: the samples in a block of each dataset, for those with a cache.
+    """
 
     def __init__(
         self,
@@ -147,6 +151,8 @@ class Fetcher:
         limits: tuple[Pace, Hedging],
         memory: Memory,
         executor: Executor,
+        *,
+        blocks: Sequence[int] = (),
     ) -> None:
         self._executor = executor
         self._shared = {
@@ -156,7 +162,7 @@ class Fetcher:
         }
         residences = memory.residences
         self._chunks = {name: chunks for name, chunks in residences.items() if isinstance(chunks, Chunks)}
-        self._datasets = datasets
+        self._datasets, self._block_sizes = datasets, blocks
         self._starts = first_samples(datasets, selected=True)
         self._total = sum(dataset.num_samples for dataset in datasets)
         self._names = names
@@ -196,6 +202,7 @@ class Fetcher:
         if self._next_block is not None and self._next_block.ref.ticket == ref.ticket:
             return self._next_block
         self._next_block = block = LoadingBlock(*self._locate(ref), len(self._names))
+        block.whole = self._whole(block, ref)
         if block.dataset.packed is not None:
             block.documents = block.dataset.documents(block.ref.start, block.ref.stop)
         for name in self._names:
@@ -208,9 +215,10 @@ class Fetcher:
 
     def _count_field(self, block: LoadingBlock, name: str) -> None:
         """Count the bytes of a field of a block, and plan its requests if that needs none, or if they tell the size."""
-        runs, size = block.dataset.expected(name, block.ref.start, block.ref.stop, counted=name in self._counted)
+        # of a part, a cache gets all of the block, and so does memory
+        runs, size = block.dataset.expected(name, *block.whole, counted=name in self._counted)
         block.expected += size
-        if runs is not None:
+        if runs is not None and block.whole == (block.ref.start, block.ref.stop):
             block.runs[name] = runs
 
     def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
@@ -346,6 +354,15 @@ class Fetcher:
         start = number - self._starts[index] + epoch * dataset.num_samples
         return dataset, ref._replace(start=start, stop=start + ref.stop - ref.start)
 
+    def _whole(self, block: LoadingBlock, ref: BlockRef) -> tuple[int, int]:
+        """Return the samples of the block of the order that contains one; `ref` has its number among all datasets."""
+        start, stop, dataset = block.ref.start, block.ref.stop, block.dataset
+        if ref.block < 0 or not self._block_sizes or dataset.weights_digest is not None:
+            return start, stop
+        first = start - (ref.start - ref.block)
+        size = self._block_sizes[self._datasets.index(dataset)]
+        return first, min(first + size, dataset.num_samples)
+
     def _queue(self, ticket: int, jobs: Iterable[Callable[[], object]]) -> None:
         """Queue the jobs of a block. Requires the lock."""
         for job in jobs:
@@ -381,8 +398,12 @@ class Fetcher:
         try:
             reader = block.dataset.readers[name]
             with reader.store.retries.waits_by(self.sleep):
-                chosen = self._choose(block, reader)
-                runs = block.dataset.runs(name, block.ref.start, block.ref.stop, chosen)
+                part, chosen = (block.ref.start, block.ref.stop), self._choose(block, reader)
+                runs = (
+                    block.dataset.runs(name, *part, chosen)
+                    if isinstance(reader, RegionReader)
+                    else block.dataset.runs_of_part(name, part, block.whole)
+                )
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             problem = wrapped(error, f"reading the chunk table of field {name!r}")
         failed = problem is not None
@@ -440,22 +461,32 @@ class Fetcher:
             source, run = self._shared[piece.block.dataset, piece.field.name], piece.run
             target: Callback | memoryview = Callback(partial(self._allocate_body, attempt))
             if isinstance(piece.field, FieldReader) and self._executor.workers:  # saves a message
-                target = self._allocate_body(attempt, run.stop - run.start)
-            on_repeat = partial(self._counters.add, requests=1)
-            calls = partial(self._begin_request, attempt), partial(self._restart, attempt, on_repeat)
+                first, stop = run.cached or (run.start, run.stop)
+                target = self._allocate_body(attempt, stop - first)
+            use, begin = self._use(attempt), partial(self._begin_request, attempt)
+            send = Callback(partial(self._count_sent, bool if use is None else begin))
+            # with a cache, it is known later whether there is a request
+            calls = begin if use is None else bool, partial(self._restart, attempt, counted=use is None)
             if piece.field.name in self._chunks:
-                work = run, piece.block.ref.start, piece.block.stop
-                given: Any = source, work, Callback(on_repeat), target, Callback(partial(self._reserve, attempt))
+                work = run, piece.block.ref.start, piece.block.stop, use
+                given: Any = source, work, send, target, Callback(partial(self._reserve, attempt))
                 job = Job(fetch_items, given, partial(self._received_items, attempt), *calls)
             else:
                 if isinstance(piece.field, FieldReader):
                     # slow to send, and not needed to read
                     run = run._replace(sizes=None, crcs=None, picks=None, rows=None)
-                given = source, run, Callback(on_repeat), target
-                job = Job(fetch_body, given, partial(self._received, attempt), *calls)
+                job = Job(fetch_body, (source, (run, use), send, target), partial(self._received, attempt), *calls)
             self._requests.submit(job)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the piece, so it must finish
             self._end(attempt, error)
+
+    def _use(self, attempt: Attempt) -> Use | None:
+        """Return how a cache of the field will be used again, None without a cache."""
+        piece = attempt.piece
+        if piece.field.store.cache is None:
+            return None
+        ref = piece.block.ref
+        return Use(ref.node_use, ref.now, wait=not attempt.number, fresh=attempt.damaged > 0)
 
     def _later(self, seconds: float, attempt: Attempt) -> None:
         """Send a request after some seconds."""
@@ -478,14 +509,22 @@ class Fetcher:
         attempt.memory[:] = [self._bodies.allocate(size)]
         return attempt.memory[0]
 
-    def _restart(self, attempt: Attempt, on_repeat: Callable[[], None]) -> None:
-        """Count a request that is sent again, and its decoded bytes anew."""
-        on_repeat()
+    def _count_sent(self, begin: Callable[[], object], again: bool) -> None:
+        """Count a request that is sent again, because its response is late; call `begin` for any other one."""
+        if again:
+            self._counters.add(requests=1)
+        else:
+            begin()
+
+    def _restart(self, attempt: Attempt, *, counted: bool) -> None:
+        """Count a request that is sent again, if its job does not, and its decoded bytes anew."""
+        if counted:
+            self._counters.add(requests=1)
         del attempt.memory[1:]
         with self._changed:
             self._forget_decoded(attempt)
 
-    def _received(self, attempt: Attempt, result: tuple[int, float] | None, error: BaseException | None) -> None:
+    def _received(self, attempt: Attempt, result: Fetched | None, error: BaseException | None) -> None:
         """Decode a response into the slot, unless another one is decoded already, or retry a request that failed."""
         if error is not None:
             self._retry(attempt, error)
@@ -498,7 +537,8 @@ class Fetcher:
             self._end(attempt, PassEndedError())
             return
         try:
-            self._decode(attempt, slot, None if result[0] < 0 else attempt.memory[0][: result[0]])
+            body = None if result[0] < 0 else part_of(attempt.piece.run, attempt.memory[0][: result[0]])
+            self._decode(attempt, slot, body)
         except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
             self._end(attempt, problem)
 
@@ -532,8 +572,11 @@ class Fetcher:
             self._writers += 1
         return slot
 
-    def _count_response(self, attempt: Attempt, size: int, seconds: float) -> None:
+    def _count_response(self, attempt: Attempt, size: int, seconds: float, cached: bool) -> None:
         piece, count = attempt.piece, max(0, size)
+        if cached:  # which says nothing about the store
+            self._counters.add(cache_hits=1, cache_bytes=count)
+            return
         if not attempt.number:
             piece.retries.succeeded()
         piece.sent = NEVER
@@ -720,20 +763,31 @@ def open_reader(source: FieldSource) -> None:
     source[1].reader()
 
 
-def fetch_body(source: FieldSource, run: Any, on_repeat: Callable[[], None], target: Any) -> tuple[int, float]:
-    """Read the bytes of a run by one request into a target, memory or a function `allocate(size)`.
+# the bytes of a body, -1 if the object is missing, the seconds of its request, and whether a cache had it instead
+Fetched = tuple[int, float, bool]
 
-    Return their number, -1 if the object is missing, and the seconds.
+
+def fetch_body(
+    source: FieldSource, work: tuple[Any, Use | None], on_send: Callable[[bool], object], target: Any
+) -> Fetched:
+    """Read the bytes of a run into a target, memory or a function `allocate(size)`: by one request, or from a cache.
+
+    `work`: the run, and for a cache how it is used again. `on_send(again)` is called when a request is sent `again`
+    because its response is late, and with a cache before each other one.
     """
-    begin = time.perf_counter()
-    body = _read(source, run, on_repeat, target)
-    return -1 if body is None else body.nbytes, time.perf_counter() - begin
+    body, seconds, cached = _read(source, *work, on_send, target)
+    return -1 if body is None else body.nbytes, seconds, cached
 
 
-def _read(source: FieldSource, run: Any, on_repeat: Callable[[], None], target: Any) -> memoryview | None:
+def _read(
+    source: FieldSource, run: Any, use: Use | None, on_send: Callable[[bool], object], target: Any
+) -> tuple[memoryview | None, float, bool]:
     field, store = source
     store.retries.reached = True  # the manifest was read from this store, maybe in another process
-    reader = replace(store.reader(), on_repeat=on_repeat)
+    reader, seconds = store.reader().timed(partial(on_send, False) if use is not None else bool)
+    reader = replace(reader, on_repeat=partial(on_send, True), use=use or USE)
+    if cached := getattr(run, "cached", None):
+        run = run._replace(start=cached[0], stop=cached[1])
     memory: list[memoryview] = []
 
     def keep(size: int) -> memoryview:
@@ -741,14 +795,21 @@ def _read(source: FieldSource, run: Any, on_repeat: Callable[[], None], target: 
         return memory[-1]
 
     body = field.fetch(reader, run, keep)
+    fetched = sum(seconds), use is not None and not seconds and body is not ABSENT
     if body is ABSENT:
-        return None
+        return None, *fetched
     if not memory or address(body) != address(memory[-1]):  # the client allocated it
         part = keep(body.nbytes)
         if len(part) < body.nbytes:
             raise CorruptError(f"{body.nbytes} bytes of {run.path} were received, expected {len(part)}")
         part[:] = body
-    return memory[-1][: body.nbytes]
+    return memory[-1][: body.nbytes], *fetched
+
+
+def part_of(run: Any, body: memoryview) -> memoryview:
+    """Return the bytes of a run in what was read for it: a cache reads all of a block."""
+    cached = getattr(run, "cached", None)
+    return body if cached is None else body[run.start - cached[0] : run.stop - cached[0]]
 
 
 def decode(
@@ -764,18 +825,22 @@ def decode(
 
 
 def fetch_items(
-    source: FieldSource, work: tuple[Run, int, int], on_repeat: Callable[[], None], target: Any, allocate: Allocate
-) -> tuple[tuple[int, float], list[int], tuple[RowIndex, NDArray[np.int64]], float]:
+    source: FieldSource,
+    work: tuple[Run, int, int, Use | None],
+    on_send: Callable[[bool], object],
+    target: Any,
+    allocate: Allocate,
+) -> tuple[Fetched, list[int], tuple[RowIndex, NDArray[np.int64]], float]:
     """Read the bytes of a run as `fetch_body`, and decode them into memory from `allocate`.
 
-    `work`: the run, the first sample of its block, and the block's end. Return the result of `fetch_body`, which of
-    (the body, *the allocated memory) have the items, the rows of the block that the run has, with the address and the
-    size of their items, and the processor time of decoding.
+    `work`: the run, the first sample of its block, the block's end, and how the run is used again. Return the result of
+    `fetch_body`, which of (the body, *the allocated memory) have the items, the rows of the block that the run has,
+    with the address and the size of their items, and the processor time of decoding.
     """
-    (run, start, stop), (field, _), begin = work, source, time.perf_counter()
-    body = _read(source, run, on_repeat, target)
+    (run, start, stop, use), (field, _) = work, source
+    body, seconds, cached = _read(source, run, use, on_send, target)
     assert body is not None
-    fetched, begin = (body.nbytes, time.perf_counter() - begin), time.thread_time()
+    fetched, body, begin = (body.nbytes, seconds, cached), part_of(run, body), time.thread_time()
     parts, left = [body], memoryview(bytearray())
     if in_worker() and (total := field.decoded_bytes(run, body)):  # one message instead of one for each chunk
         parts.append(left := memoryview(allocate(total)))

@@ -20,6 +20,7 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
 from streamloader.format.tables import ADD_LENGTHS
 from streamloader.format.values import from_bytes
+from streamloader.options import Cache
 from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
@@ -42,15 +43,19 @@ def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
     split: str | None = None,
     version: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    cache: Cache | None = None,
 ) -> Dataset:
-    """Open a dataset for random access, by one request.
+    """Open a dataset for random access, by one request. A `cache` on local disk keeps what is read.
 
     An earlier `version`, counted from 1, than the last takes one more, and so does a version with deleted samples.
 
     Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` if `url` is not a finished dataset,
     `FieldError` for an unknown or missing `split`, `UsageError` for an unknown version, and `StorageError`.
     """
+    if not isinstance(cache, Cache | None):
+        raise UsageError(f"cache={cache!r:.60}", "give sl.Cache('/local/disk', limit='200GiB')")
     opened = open_root(open_store(url, storage_options), split, version)
+    opened = opened._replace(store=opened.store.cached(cache, opened.manifest.digest))
     return Dataset(opened, read_remaining(opened.store, opened.manifest))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain, count, pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 import crc32c
@@ -20,7 +21,7 @@ from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
 from streamloader.format.tables import REOPEN, ChunkTable
 from streamloader.options import MIB
-from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.buffers import RESIDENT, Allocate, Use, empty_buffer
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store
@@ -35,7 +36,8 @@ class Run(NamedTuple):
     `chunk` is the number of the first chunk within the shard; `sizes` (bytes, with checksum) and `crcs` are per chunk.
     `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
     has their numbers in ascending order, perhaps several times, and `first_row` is the number of those before them.
-    `rows` has the output row of each of them, if these are not consecutive from `first_row` on.
+    `rows` has the output row of each of them, if these are not consecutive from `first_row` on. `cached`: the bytes
+    [start, stop) that a cache has or gets, a part of which are those of the run; None: just these.
     """
 
     path: str
@@ -50,6 +52,7 @@ class Run(NamedTuple):
     picks: NDArray[np.int64] | None = None
     first_row: int = 0
     rows: NDArray[np.int64] | None = None
+    cached: tuple[int, int] | None = None
 
     @property
     def share(self) -> float:
@@ -270,8 +273,17 @@ class FieldReader:
             raise MissingObjectError(problem, "restore the object, or convert the dataset again") from error
 
     def request(self, run: Run) -> Callable[[], memoryview]:
-        """Return a function that fetches the bytes of a run with the store's retries. It raises as `fetch`."""
-        return partial(self.store.retries.call, partial(self.fetch, self.store.reader(), run))
+        """Return a function that fetches the bytes of a run with the store's retries. It raises as `fetch`.
+
+        It is called again if these are damaged, and then does not take them from a cache.
+        """
+        reads, next_use = count(), RESIDENT if self.layout.resident else inf
+
+        def request() -> memoryview:
+            use = Use(next_use, fresh=next(reads) > 0)
+            return self.fetch(replace(self.store.reader(), call=self.store.retries.call, use=use), run)
+
+        return request
 
     def read(
         self, start: int, stop: int, *, threads: int = 1, max_bytes: int = MAX_REQUEST

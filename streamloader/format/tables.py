@@ -314,9 +314,18 @@ def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = Fa
 
     Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
     """
+    try:
+        return _get_page(store, path, noun, limit, exact=exact, fresh=False)
+    except errors.CorruptError:
+        if store.cache is None:
+            raise
+    return _get_page(store, path, noun, limit, exact=exact, fresh=True)  # it may have been damaged before it was cached
+
+
+def _get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool, fresh: bool) -> memoryview:
     where, size = f"the {noun} {store.url}/{path}", limit + CRC_BYTES
     try:
-        data = memoryview(store.get_range(path, 0, size + 1))  # the extra byte detects a longer object
+        data = store.get_fixed(path, size + 1, fresh=fresh)  # the extra byte detects a longer object
     except errors.NotFoundError as error:
         raise errors.MissingObjectError(f"{where} is missing", REOPEN) from error
     if exact and len(data) != size:

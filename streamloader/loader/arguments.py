@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from streamloader.options import (
     IMAGENET,
     ON_BAD_SAMPLE,
     REMAINDERS,
+    Cache,
     Clips,
     Collate,
     Decode,
@@ -140,6 +142,7 @@ class Arguments(Option):
     ahead: int = 2
     cast: Any = None
     graph_buffers: bool = False
+    cache: Cache | None = None
 
     def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -187,6 +190,8 @@ class Arguments(Option):
 
     def _validate_device(self) -> None:
         whole("ahead", self.ahead)
+        if not isinstance(self.cache, Cache | None):
+            raise UsageError(f"cache={self.cache!r:.60}", "give sl.Cache('/local/disk', limit='200GiB')")
         if not isinstance(self.graph_buffers, bool):
             raise UsageError(f"graph_buffers={self.graph_buffers!r:.60}", "give True or False")
         if self.device is None and self.graph_buffers:
@@ -211,6 +216,19 @@ class Arguments(Option):
             raise UsageError(f"error_log={self.error_log!r} with on_error='raise'", remedy)
 
 
+def with_cache(store: Store, cache: Cache | None, digest: str, *, in_place: bool = False) -> Store:
+    """Return a store of a dataset with the cache, without one for None.
+
+    Raises `UsageError` for arrays that are read in place, unless the cache is also for these or they are a snapshot.
+    """
+    if in_place and cache is not None:
+        if not cache.arrays and store.location.protocol != "icechunk":
+            problem = f"cache= of {store.url}, whose arrays are read in place and may be overwritten"
+            raise UsageError(problem, "give Cache(..., arrays=True) if they do not change, or leave cache= out")
+        digest = sha256(f"{store.url} {digest}".encode()).hexdigest()  # of other metadata than those of the URL
+    return store.cached(cache, digest)
+
+
 def read_shuffle(shuffle: object) -> Shuffle:
     """Return `shuffle=` as a `Shuffle`. Raises `UsageError` unless it is a bool or a `Shuffle`."""
     if isinstance(shuffle, Shuffle):
@@ -230,6 +248,7 @@ def open_dataset(
     memory: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
+    cache: Cache | None = None,
 ) -> Dataset:
     """Open a dataset; `memory` limits the numbers of the samples that `where=` selects.
 
@@ -239,7 +258,7 @@ def open_dataset(
     if isinstance(source.url, Join):
         from streamloader.loader.join import open_join
 
-        return open_join(source, fields, columns, memory=memory, seed=seed)
+        return open_join(source, fields, columns, memory=memory, seed=seed, cache=cache)
     where: Any = source.where
     if isinstance(where, str):  # parsed before anything is opened
         from streamloader.format.conditions import Condition
@@ -261,10 +280,12 @@ def open_dataset(
         with suppress(FieldError, FormatError):  # twice: no checksum shows whether metadata were damaged in transfer
             opened = open_arrays(store, source, names, where, **options)
         store, manifest, arrays = opened or open_arrays(store, source, names, where, **options)
+        store = with_cache(store, cache, manifest.digest, in_place=True)
         dataset = Dataset(store, manifest, tuple(arrays.columns), arrays=arrays)
         check_names(manifest.fields, [*dataset.names, *dataset.output_names], columns)
         return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
+    store = store.cached(cache, manifest.digest)
     names = choose_fields(manifest.fields, fields, columns)
     remaining = read_remaining(store, manifest)
     chosen = choose_selection(where, manifest, store, memory, remaining)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from streamloader.loader.arguments import Arguments, Source
 from streamloader.loader.bad_samples import BadSamples
 from streamloader.loader.batches import BatchFormat, Columns, split_rows
 from streamloader.loader.epochs import Epochs
-from streamloader.loader.world import ranks_on_this_machine, read_world
+from streamloader.loader.world import ranks_of_node, ranks_on_this_machine, read_world
 from streamloader.options import Pack, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import BatchPlan, EpochShare, World
@@ -385,7 +386,12 @@ class Loader:
         columns += {"raise": (), "mask": ("error",), "replace": ("replaced",)}[given.on_error]
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._open_dataset = partial(
-            arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False, seed=seed
+            arguments.open_dataset,
+            columns=columns,
+            memory=memory,
+            shuffle=given.shuffle is not False,
+            seed=seed,
+            cache=given.cache,
         )
         self._sources = tuple(sources)
         self._channels = arguments.normalized_by_channel(sources)
@@ -885,8 +891,10 @@ class Loader:
 
     @property
     def _rank(self) -> World:
-        """The rank of this process."""
-        return self._resolve_world(self._world)
+        """The rank of this process, with those that share its cache if it has one."""
+        world = self._resolve_world(self._world)
+        shares = self._options.cache is not None and not world.node
+        return replace(world, node=ranks_of_node(world)) if shares else world
 
     def _settled(self, start: RunState, workers: int = 1) -> RunState:
         """Return the same position, with the values that depend on the world size."""
@@ -995,4 +1003,11 @@ class Loader:
         engine = self._new_engine(self._engine().counters)  # by now it is known how long the transform takes
         share = engine.widened(begin.share)
         steps = SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share)
+        if self._options.cache is not None:
+            start, world = begin.start, share.world
+            order = start.seed, start.shuffle, start.sources, start.phases, world.size, world.node
+            run = sha256(repr(order).encode()).hexdigest()
+            for store in {store for dataset in self._datasets for store in dataset.stores}:
+                if store.cache is not None:
+                    store.cache.begin(run, share.epochs)
         return engine.start(share, begin.position, begin.start.seed, steps)

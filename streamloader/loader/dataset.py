@@ -30,6 +30,7 @@ from streamloader.loader.arguments import (
 )
 from streamloader.loader.base import Loader
 from streamloader.options import (
+    Cache,
     Channels,
     Join,
     Normalize,
@@ -97,6 +98,7 @@ class NumpyDataset(Loader):
         ahead: int = 2,
         cast: Any = None,
         graph_buffers: bool = False,
+        cache: Cache | None = None,
         storage_options: Mapping[str, Any] | None = None,
         sample_axis: str | int | None = None,
         windows: Window | None = None,
@@ -296,6 +298,7 @@ class NumpyMixture(Loader):
         bucket_by: BucketChoice = None,
         bucket_steps: int = 100,
         max_tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> None:
         given = _those_of(Arguments, locals())
         if remainder == "uneven":

@@ -15,7 +15,7 @@ from streamloader.format.keys import check_found, find_rows, read_keys
 from streamloader.format.manifest import check_name
 from streamloader.format.reader import GAP_BYTES
 from streamloader.loader.arguments import Source, choose_fields, draw, open_dataset, sides_of
-from streamloader.options import MIB, Join
+from streamloader.options import MIB, Cache, Join
 from streamloader.order.schedule import Ints
 from streamloader.samples import distinct
 
@@ -25,7 +25,13 @@ BLOCKS = 32  # blocks of a dataset that are looked at
 
 
 def open_join(
-    source: Source, fields: Sequence[str] | None, columns: Sequence[str], *, memory: int | None, seed: int
+    source: Source,
+    fields: Sequence[str] | None,
+    columns: Sequence[str],
+    *,
+    memory: int | None,
+    seed: int,
+    cache: Cache | None = None,
 ) -> Dataset:
     """Open the datasets of a join; the arguments are those of `open_dataset`. Raises as `Join`."""
     join = source.url
@@ -38,8 +44,8 @@ def open_join(
     if sides[1].weights is not None:
         raise UsageError(f"weights= of {sides[1].url}, the right side of a Join", "give weights= to the left side")
     nested = isinstance(sides[0].url, Join)
-    left = open_dataset(replace(sides[0], weights=None), None if nested else (), memory=memory)
-    right = open_dataset(sides[1], (), memory=memory)
+    left = open_dataset(replace(sides[0], weights=None), None if nested else (), memory=memory, cache=cache)
+    right = open_dataset(sides[1], (), memory=memory, cache=cache)
     rows = _match(join, left, right)
     own = left.layouts if nested else left.manifest.fields
     offered = _offered(join, right)

@@ -26,6 +26,11 @@ LOCAL_SIZES = (
     *("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     *("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
 )
+# and those for the number of a process among them
+LOCAL_RANKS = (
+    *("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    *("MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+)
 
 
 def read_world(given: Any) -> World:
@@ -63,3 +68,21 @@ def ranks_on_this_machine() -> int:
     """Return the number of ranks that share this machine's memory."""
     text = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
     return max([1, *(int(count) for count in re.findall(r"(?:^|,)(\d+)", text))])
+
+
+def ranks_of_node(world: World) -> tuple[int, ...]:
+    """Return the ranks of a world that share this machine's disk with its rank: all if the launcher does not tell.
+
+    Launchers number the processes of a machine one after the other. Each rank of a smaller world, such as the replicas
+    of a model that several processes hold, is taken to be as many of these. A rank too many or too few costs requests:
+    the cache then keeps blocks that this machine does not read next, or drops some that it does.
+    """
+    every, env = tuple(range(world.size)), os.environ
+    local = next((int(env[name]) for name in LOCAL_RANKS if env.get(name, "").isdecimal()), None)
+    if local is None or not any(name in env for name in LOCAL_SIZES):
+        return every
+    launched, here = _of_launcher(env), ranks_on_this_machine()
+    first = launched.rank - local
+    found = range(first * world.size // launched.size, -(-(first + here) * world.size // launched.size))
+    inside = not launched.size % world.size and world.rank in found and found.stop <= world.size
+    return tuple(found) if inside else every

@@ -614,12 +614,16 @@ class MixShare(EpochShare):
                 for column, each in zip(uses, times, strict=True):
                     turns = (each * order.num_samples - counts[source]) * sum(weights.weights) / weight
                     column[of_epoch] = begin + turns
-        shown: list[Times] = [uses[0], *(column / self.epoch_samples for column in uses[1:])]
+        shown: list[Times] = [uses[0], *(column / self._all_samples for column in uses[1:])]
         return first, *shown
 
     @property
-    def epoch_samples(self) -> int:
-        """The samples of all sources."""
+    def epochs(self) -> float:
+        """The position in the run by the samples of all sources."""
+        return self.bounds[0] / self._all_samples
+
+    @property
+    def _all_samples(self) -> int:
         return sum(order.num_samples for order in self.mix.orders)
 
 

@@ -329,6 +329,11 @@ class EpochShare:
         """When the epoch begins, as one of the times that `next_uses` returns."""
         raise NotImplementedError
 
+    @property
+    def epochs(self) -> float:
+        """When the epoch begins, as one of the times of the node."""
+        return self.time
+
     def next_uses(self, keys: Sequence[Any], start: Ints) -> tuple[Ints, *tuple[Times, ...]]:
         """Return the first sample of some blocks, which parts of a block share, and when they are read after the epoch.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,9 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from streamloader.errors import ObjectExistsError, StorageError, UnsupportedError, UsageError
-from streamloader.storage.buffers import Allocate, Body, Buffer, Receiver, body_bytes, empty_buffer
+from streamloader.options import Cache
+from streamloader.storage.buffers import RESIDENT, USE, Allocate, Body, Buffer, Receiver, Use, body_bytes, empty_buffer
+from streamloader.storage.cache import RangeCache, range_cache
 from streamloader.storage.objects import TEMPORARY_SUFFIX, Client, ObjectInfo, checked_path, join_path, object_path
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import OnRetry, Retrier, cause_of, translated
@@ -32,6 +35,10 @@ READ_ONLY = ("http", *REFERENCES)  # protocols
 _NOT_OF_FSSPEC = ("s3", "file", "memory", *REFERENCES)  # or always installed
 
 
+def _call(request: Callable[[], Buffer]) -> Buffer:
+    return request()
+
+
 @dataclass
 class RangeReader:
     """The data plane: blocking ranged reads below the folder `root`, without retries. Thread-safe; for one process.
@@ -39,6 +46,9 @@ class RangeReader:
     `kind` is the client's name (`http`, `file`, `obstore` or `fsspec`), `reason` says why it was chosen, and
     `fetch(path, start, stop, receiver)` is its function. `on_repeat()` is called when a request is sent again because
     its response is late.
+
+    `cache` has ranges on local disk, if there is one; `use` tells it of the next use, and `call(request)` sends the
+    requests for others, for example with retries.
     """
 
     kind: str
@@ -47,14 +57,35 @@ class RangeReader:
     root: str
     location: Location
     on_repeat: Callable[[], object] = bool
+    cache: RangeCache | None = None
+    use: Use = USE
+    call: Callable[[Callable[[], Buffer]], Buffer] = _call
 
     def below(self, path: str) -> RangeReader:
-        """Return a reader of the folder `path`, which shares the connections."""
+        """Return a reader of the folder `path`, which shares the connections, but not the cache."""
         path = checked_path(path)
-        return replace(self, root=join_path(self.root, path), location=self.location.child(path)) if path else self
+        if not path:
+            return self
+        return replace(self, root=join_path(self.root, path), location=self.location.child(path), cache=None)
+
+    def timed(self, on_request: Callable[[], object]) -> tuple[RangeReader, list[float]]:
+        """Return a reader that calls `on_request()` before each request, and the seconds of each."""
+        seconds: list[float] = []
+
+        def fetch(path: str, start: int, stop: int, receiver: Receiver) -> Buffer:
+            on_request()
+            begin = time.perf_counter()
+            try:
+                return self.fetch(path, start, stop, receiver)
+            finally:
+                seconds.append(time.perf_counter() - begin)
+
+        return replace(self, fetch=fetch), seconds
 
     def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
-        """Return bytes [start, stop) of the object, fewer if it ends before `stop`, with one request unless it is late.
+        """Return bytes [start, stop) of the object, fewer if it ends before `stop`.
+
+        That takes one request, two if the first one is late, and none if the cache has them.
 
         `allocate(size)` returns the memory to read into; clients that allocate their own buffers do not call it.
         Raises a `StorageError`: `NotFoundError`, `AccessError`, `EndpointError`, `ThrottledError`, or
@@ -62,9 +93,16 @@ class RangeReader:
         """
         if stop <= start:
             return empty_buffer(0)
-        with translated(self.location, path):
-            full = join_path(self.root, object_path(path))
-            return memoryview(self.fetch(full, start, stop, Receiver(allocate, self.on_repeat)))
+        receiver = Receiver(allocate, self.on_repeat)
+
+        def fetch() -> Buffer:
+            with translated(self.location, path):
+                return self.fetch(join_path(self.root, object_path(path)), start, stop, receiver)
+
+        request = partial(self.call, fetch)
+        if self.cache is None:
+            return memoryview(request())
+        return memoryview(self.cache.read(request, path, start, stop, receiver=receiver, use=self.use)[0])
 
 
 @dataclass(eq=False, repr=False)
@@ -74,10 +112,13 @@ class Store:
     A store is cheap, opens no connection before its first call, and is pickled as its URL and options. Every failure
     is a `StorageError` that names the URL. Temporary failures are retried by the location's policy; the clients' own
     retries are disabled if possible.
+
+    `cache`: of the objects of a dataset, which never change: see `cached`.
     """
 
     location: Location
     folder: str = ""
+    cache: RangeCache | None = None
     _retriers: PerProcess[Retrier] = field(default_factory=PerProcess)
     _clients: PerProcess[Client] = field(default_factory=PerProcess)
     _readers: PerProcess[RangeReader] = field(default_factory=PerProcess)
@@ -94,8 +135,15 @@ class Store:
         return self._retriers.get(self._new_retrier)
 
     def child(self, path: str) -> Store:
-        """Return the store below `path`; it shares this one's clients."""
-        return replace(self, folder=self._below(path))
+        """Return the store below `path`; it shares this one's clients, but not its cache."""
+        return replace(self, folder=self._below(path), cache=None)
+
+    def cached(self, cache: Cache | None, digest: str) -> Store:
+        """Return the same store with a cache for the data plane, and for `get_fixed`; without one for None.
+
+        `digest` identifies the content of the objects that these read.
+        """
+        return replace(self, cache=None if cache is None else range_cache(cache, digest, self.url))
 
     def get(self, path: str) -> bytes:
         """Return the object. Raises `NotFoundError` if it does not exist."""
@@ -109,10 +157,22 @@ class Store:
             return b""
         return self._ask(object_path(path), lambda client, full: bytes(client.get_range(full, start, stop)))
 
+    def get_fixed(self, path: str, size: int, *, fresh: bool = False) -> memoryview:
+        """Return the first `size` bytes of an object that never changes, fewer if it is smaller; one request.
+
+        None if the cache has them, unless `fresh`.
+        """
+
+        def get() -> Buffer:
+            return self.get_range(path, 0, size)
+
+        if self.cache is None:
+            return memoryview(get())
+        return memoryview(self.cache.read(get, path, 0, size, use=Use(RESIDENT, fresh=fresh))[0])
+
     def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
         """Return bytes [start, stop) by the data plane, with retries; see `RangeReader.read`."""
-        reader = self.reader()
-        return self.retries.call(lambda: reader.read(path, start, stop, allocate))
+        return replace(self.reader(), call=self.retries.call).read(path, start, stop, allocate)
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer if the object is smaller; one request."""
@@ -193,10 +253,11 @@ class Store:
     def reader(self) -> RangeReader:
         """Return the data plane of this process, which the first call opens."""
         with translated(self.location):
-            return self._readers.get(self._open_reader).below(self.folder)
+            reader = self._readers.get(self._open_reader).below(self.folder)
+            return reader if self.cache is None else replace(reader, cache=self.cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self.location, self.folder, self._key, self.retries.reached))
+        return (_restore, (self.location, self.folder, self._key, self.retries.reached, self.cache))
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -251,8 +312,8 @@ class Store:
         return RangeReader(kind, reason, client.get_range, client.root, location)
 
 
-def _restore(location: Location, folder: str, key: str, reached: bool) -> Store:
-    store = Store(location, folder, *_shared(key), key)
+def _restore(location: Location, folder: str, key: str, reached: bool, cache: RangeCache | None) -> Store:
+    store = Store(location, folder, cache, *_shared(key), key)
     store.retries.reached |= reached
     return store
 
