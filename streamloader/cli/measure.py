@@ -140,6 +140,7 @@ def parse_packs(text: str) -> dict[str, int]:
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
 @option("--no-shuffle", is_flag=True, help="Read samples in stored order.")
 @shared.size_option("--memory", help="Memory for the loader of a rank, say 2GiB; default: what it needs.")
+@shared.size_option("--cache", help="The limit of a cache on each machine's disk, say 200GiB: what later epochs find.")
 @option("--ranks-per-machine", "ranks_here", type=int, default=1, help="Ranks that share a machine.")
 @shared.storage_option
 @shared.json_option
@@ -208,6 +209,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         _memory_line(planned),
         _requests_line(planned),
         f"reading   {_reading(planned)}",
+        *_cache_lines(planned),
         *arrays.unused_lines(planned.unused),
         *arrays.reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
@@ -215,6 +217,18 @@ def forecast_lines(planned: Forecast) -> list[str]:
         *_better_mixing(planned),
         *_padding_line(planned),
     ]
+
+
+def _cache_lines(planned: Forecast) -> Iterator[str]:
+    if (cache := planned.cache) is None:
+        return
+    shares = ", ".join(f"{hits:.1%}" for hits in cache.hits)
+    counts = ", ".join(f"{count:,}" for count in cache.requests)
+    yield f"cache     {show_bytes(cache.limit)}, of {show_bytes(cache.needed)} that hold all: later ones have {shares}"
+    yield f"          of their blocks there, and send {counts} requests"
+    if cache.nodes > 1:
+        again = f"{cache.again:.1%} of its blocks again in the next epoch"
+        yield f"          each of {cache.nodes:,} machines reads {again}"
 
 
 def _copies_lines(planned: Forecast) -> Iterator[str]:

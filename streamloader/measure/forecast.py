@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamloader.engine.dataset import Dataset, numbers_among_all
+from streamloader.engine.dataset import Dataset, index_bytes, numbers_among_all
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, MixtureError, UsageError
@@ -22,6 +22,7 @@ from streamloader.measure.arrays import (
     array_reads,
     rechunking,
 )
+from streamloader.measure.cache import CacheForecast, forecast_cache
 from streamloader.options import Join, Pack, Sampling, Shuffle
 from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE, EpochOrder, OrderParams
 from streamloader.order.mixture import MixShare
@@ -148,6 +149,7 @@ class ForecastOptions:
 
     `batch_size`: the samples of a rank's batch. `memory`: bytes, as in `StreamingDataset`. `ranks_here`: the number of
     ranks that share the memory of a machine. `join`, `on`: the right side of a `Join` of each URL, and its key.
+    `cache`: the limit of a cache on each machine, in bytes.
     """
 
     world_size: int = 1
@@ -170,6 +172,7 @@ class ForecastOptions:
     clips: ClipsChoice = None
     join: str | None = None
     on: str | tuple[str, str] | None = None
+    cache: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1:
@@ -228,7 +231,7 @@ class Forecast(EpochForecast):
     `drawn`: the block of each row of the first global batches. `arrays`: what is read of each array, for a dataset that
     is read as arrays, `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after
     which less is read or batches mix better. `memory_alone`: the least memory that a single rank needs to resume such a
-    run.
+    run. `cache`: what a cache on each machine has in later epochs.
     """
 
     url: str
@@ -247,6 +250,7 @@ class Forecast(EpochForecast):
     unused: Mapping[str, int]
     rechunking: Rechunking | None
     copies: Copies | None
+    cache: CacheForecast | None
     padding: tuple[float, float] | None
     packed: PackedRows | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -294,10 +298,24 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         copies=_copies(dataset, options.weights),
+        cache=None if options.cache is None else _cache(engine, share, options),
         padding=_padding(loader._datasets, loader._first_share()),
         packed=_packed(dataset),
         drawn=_first_blocks(share, params.block),
     )
+
+
+def _cache(engine: Engine, share: Share, options: ForecastOptions) -> CacheForecast:
+    """Return what a cache has in later epochs. Raises `UsageError` for epochs that read other samples each."""
+    (dataset,) = engine.datasets
+    assert options.cache is not None
+    if dataset.weights_digest is not None or dataset.arrays is not None:
+        other = "weights=" if dataset.arrays is None else "arrays in place"
+        raise UsageError(f"a cache with {other} is not forecast", "leave cache= out")
+    held, _ = engine.plan_memory(share, engine.steps_at_once(share))
+    names = [name for name in dataset.names if name not in held]
+    resident = sum(dataset.layouts[name].stored for name in held) + index_bytes([dataset])
+    return forecast_cache(share, dataset, names, limit=options.cache, ranks_here=options.ranks_here, resident=resident)
 
 
 def _padding(datasets: Sequence[Dataset], share: EpochShare) -> tuple[float, float] | None:
@@ -414,6 +432,8 @@ def forecast_mixture(
             problem = f"a schedule of {len(each)} weights from {begin} {schedule_by} on, for {len(sources)} URLs"
             raise MixtureError(problem, "give a weight for each URL")
         later[begin] = dict(zip(sources, each, strict=True))
+    if options.cache is not None:
+        raise UsageError("a cache of a mixture is not forecast", "plan each URL by itself, or leave cache= out")
     arguments |= {"weigh": weigh, "schedule": later, "schedule_by": schedule_by}
     mixture = NumpyMixture(sources, **arguments, **options.arguments())
     share = mixture._first_share()

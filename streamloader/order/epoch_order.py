@@ -282,6 +282,22 @@ class EpochOrder:
         (lane, begin), (_, now) = self._in_lanes(first), self._in_lanes(first + rows)
         return now, np.where(lanes[lane] & (rows > 0), begin, np.inf)
 
+    def visits(self, lanes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the numbers of the blocks that some lanes of a shuffled order read, or parts of them, and the times.
+
+        In the order of these. Times and `lanes` are as in `first_uses`; each part is one visit.
+        """
+        ordinals = np.arange(self.num_blocks)
+        lane, first = self._in_lanes(self.first_arrivals(ordinals))
+        end, _ = self._in_lanes(self.first_arrivals(ordinals + 1) - 1)
+        parts = end - lane + 1
+        block = np.repeat(ordinals, parts)
+        lane_of = np.repeat(lane, parts) + np.arange(block.size) - np.repeat(np.cumsum(parts) - parts, parts)
+        times = np.where(lane_of == lane[block], first[block], 0.0)
+        counted = np.flatnonzero(lanes[lane_of])
+        counted = counted[np.argsort(times[counted], kind="stable")]
+        return self.block_numbers(block[counted]), times[counted]
+
     def _in_lanes(self, arrivals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the lane of each arrival, and where it is there, from 0 to 1."""
         length, longer = divmod(self.num_samples, self.lanes)
