@@ -25,6 +25,7 @@ class FolderServer(QuietServer):
         self.faults: dict[str, list[str]] = {}
         self.contents: dict[str, list[bytes]] = {}  # in place of those of the next GETs of a path
         self.paths: list[str] = []
+        self.ranges: list[tuple[str, str]] = []  # of the GETs of paths
         self.folder = folder
         self.behave = ""
         self.spare = "nothing"
@@ -65,6 +66,7 @@ class _Handler(QuietHandler):
     def do_GET(self) -> None:
         with self.server.lock:
             self.server.now += 1
+            self.server.ranges.append((self.path, self.headers.get("Range", "")))
             self.server.most_at_once = max(self.server.most_at_once, self.server.now)
         try:
             self._get()

@@ -1,12 +1,29 @@
 """Runs with a cache: what a node reads again, and that nothing but the number of requests depends on the cache."""
 
+import subprocess
+import sys
+import warnings
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from amounts import examples
+import pytest
+from amounts import covering, examples
+from folder_server import FolderServer, folder_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_engine_workers import digest
 
+import streamloader as sl
+from streamloader.engine import engine
+from streamloader.engine.budget import Budget, Demand
+from streamloader.measure import cache as cache_forecast
+from streamloader.measure.cache import simulate, visits_of
+from streamloader.measure.forecast import ForecastOptions, forecast
+from streamloader.options import Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
 
@@ -46,3 +63,216 @@ def test_the_order_tells_when_a_node_reads_a_block_next(data):
                 later = [each for each in now[ref.block] if each > ref.now] + after.get(ref.block, [])
                 assert ref.node_use == min(later, default=np.inf)
     assert all(set(times) <= set(now[first]) for first, times in reads.items())
+
+
+LAYOUT = Layout(shard_size=1 << 20, block_size=1 << 15, chunk_size=1 << 13, codec="none")
+ROWS = replace(LAYOUT, block_size=1 << 14)  # 375 blocks
+SHUFFLE = sl.Shuffle(lanes=4, window=16)
+COUNT = 1500
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Few blocks and many lanes are the subject of other tests, and so are their warnings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(lanes|blocks are read|begins anew|DataLoader workers)")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, rng = tmp_path_factory.mktemp("cached"), np.random.default_rng(0)
+    fields = {"x": "float32[1000]", "label": "int32", "text": "bytes"}
+    for name in ("data", "more"):
+        with sl.Writer(path / name, fields, layout=LAYOUT) as out:
+            for i in range(COUNT):
+                x = rng.random(1000, np.float32)
+                out.write({"x": x, "label": i, "text": rng.bytes(int(rng.integers(0, 2000)))})
+    with sl.Writer(path / "rows", {"x": "float32[500]", "label": "int32"}, layout=ROWS) as out:
+        for i in range(3000):
+            out.write({"x": rng.random(500, np.float32), "label": i})
+    return path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[FolderServer]:
+    with folder_server(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders keep no blocks in memory for later epochs."""
+    allot = engine.allot
+
+    def limited(demand: Demand, *given: Any) -> Budget:
+        return allot(replace(demand, kept_bytes=0), *given)._replace(kept_slots=0)
+
+    monkeypatch.setattr(engine, "allot", limited)
+
+
+def data_gets(server: FolderServer) -> list[str]:
+    """The paths that were asked for since the last call, but manifests."""
+    with server.lock:
+        paths, server.paths[:] = list(server.paths), []
+    return [path for path in paths if not path.endswith("zarr.json")]
+
+
+def open_ranks(server: FolderServer, count: int = 1, name: str = "data", **options: Any) -> list[sl.NumpyDataset]:
+    given = {"batch_size": 16, "seed": 5, "with_index": True, "shuffle": SHUFFLE, **options}
+    return [sl.NumpyDataset(f"{server.url}/{name}", world=(rank, count), **given) for rank in range(count)]
+
+
+def digests(dataset: Any, count: int = 2) -> list[str]:
+    return [digest([digest(batch) for batch in dataset]) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("workers", "order"), covering([0, 2], [SHUFFLE, sl.Shuffle(lanes=3), False]))
+def test_only_the_requests_depend_on_the_cache(server, tmp_path, nothing_kept, workers, order):
+    (plain,) = open_ranks(server, shuffle=order, num_workers=workers)
+    expected = digests(plain, 3)
+    state = plain.state_dict()
+    plain.close()
+    data_gets(server)
+    for run in range(2):
+        (dataset,) = open_ranks(server, shuffle=order, num_workers=workers, cache=sl.Cache(tmp_path, free=0))
+        assert repr(dataset) == repr(plain)
+        assert digests(dataset, 1) == expected[:1]
+        first = data_gets(server)
+        # of what a later epoch reads, an earlier run has all
+        assert bool(first) == (run == 0)
+        assert digests(dataset, 2) == expected[1:]
+        assert dataset.state_dict() == state
+        assert data_gets(server) == []
+        stats = dataset.stats()
+        dataset.close()
+        assert stats.cache_hits > 0
+        assert (stats.requests, stats.bytes_fetched) == (0, 0) if run else stats.requests <= len(first)
+        assert stats.hedges == 0
+        assert ("from the cache" in str(stats)) and ("100% hits" in str(stats)) == bool(run)
+
+
+def test_a_loader_with_all_in_the_cache_does_not_notice_an_outage(folder, tmp_path, nothing_kept, caplog):
+    with folder_server(folder) as server:
+        (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
+        expected = digests(dataset, 1)
+    with folder_server(folder) as other:
+        (plain,) = open_ranks(other)
+        assert [expected[0], *digests(dataset, 2)] == digests(plain, 3)
+    assert dataset.stats().retries == 0
+    assert dataset.stats().waiting_for == ""
+    assert not [record for record in caplog.records if "no request to" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("share", "ranks", "workers"), covering([0.25, 0.5, 0.75, 1.0], [1, 2], [0, 2], together=1))
+def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, caplog, share, ranks, workers):
+    options = ForecastOptions(world_size=ranks, ranks_here=ranks, batch_size=16, shuffle=SHUFFLE)
+    needed = forecast(str(folder / "rows"), replace(options, cache=1 << 40)).cache.needed
+    planned = forecast(str(folder / "rows"), replace(options, cache=round(needed * share))).cache
+    assert planned.needed == needed
+    cache = sl.Cache(tmp_path, limit=round(needed * (1.02 if share == 1 else share)), free=0)
+    found = []
+    for epoch in range(4):  # each by a loader of its own, which prefetches nothing of the next one
+        loaders = open_ranks(server, ranks, "rows", num_workers=workers, cache=cache)
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        for batches in zip(*loaders, strict=True):
+            assert len(batches) == ranks
+        found.append([sum(getattr(loader.stats(), name) for loader in loaders) for name in ("requests", "cache_hits")])
+        for loader in loaders:
+            loader.close()
+    requests, hits = np.sum(found[1:], axis=0).tolist()
+    assert abs(hits / (hits + requests) - np.mean(planned.hits)) <= 0.02, (found, planned, caplog.messages)
+    assert (share < 1) or (requests, planned.requests) == (0, (0, 0, 0))
+
+
+def test_a_cache_of_part_of_the_data_hits_as_often_as_it_has_room_whatever_it_keeps():
+    """Every block is read once an epoch: what the next epoch finds is in the cache at the border between the two."""
+    order, sizes = EpochOrder(40_000, OrderParams(8, 8, 16), 3, 0), np.full(5000, 10)
+    share = Share(order, 16, World(0, 2, (0, 1)), "pad")
+    epochs = [visits_of(share, epoch) for epoch in range(5)]
+    for part in (0.1, 0.5, 0.9):
+        for found in simulate(epochs, sizes, part * sizes.sum())[1:]:
+            assert found == pytest.approx(part, abs=0.005)  # and the parts of blocks that two lanes share
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+def test_a_node_reads_its_part_of_the_blocks_again_whichever_ranks_it_has(nodes):
+    order, size = EpochOrder(80_000, OrderParams(8, 16, 16), 3, 0), 8
+    chosen = [tuple(range(first, first + size // nodes)) for first in range(0, size, size // nodes)]
+    chosen += [tuple(range(first, size, nodes)) for first in range(nodes)]
+    for node in chosen:
+        share = Share(order, 16, World(node[0], size, node), "pad")
+        first, second = ({block for block, _ in visits_of(share, epoch)} for epoch in (0, 1))
+        assert len(first & second) / len(first) == pytest.approx(1 / nodes, abs=0.03)
+
+
+def test_of_a_large_dataset_a_part_is_simulated(monkeypatch, folder):
+    options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",), cache=3_000_000)
+    whole = forecast(str(folder / "data"), options).cache
+    monkeypatch.setattr(cache_forecast, "MOST_BLOCKS", 100)
+    monkeypatch.setattr(cache_forecast, "READ_BLOCKS", 20)
+    part = forecast(str(folder / "data"), options).cache
+    assert part.needed == pytest.approx(whole.needed, rel=0.05)
+    assert part.hits == pytest.approx(whole.hits, abs=0.05)
+    assert part.requests == pytest.approx(whole.requests, abs=0.05 * whole.needed / 32768)
+
+
+# A process that reads an epoch by a cache, and tells of its first batch.
+RANK = """
+import os, sys, warnings
+import streamloader as sl
+from test_cache_runs import SHUFFLE
+warnings.simplefilter("ignore")
+url, folder, rank, size, batches = sys.argv[1:]
+options = {"batch_size": 16, "seed": 5, "shuffle": SHUFFLE, "cache": sl.Cache(folder, free=0)}
+dataset = sl.NumpyDataset(url, world=(int(rank), int(size)), **options)
+for number, _ in enumerate(dataset):
+    if number == int(batches):
+        os.write(1, b"reached\\n")
+        sys.stdin.read()
+"""
+
+
+def start_rank(*arguments: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", RANK, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent)
+
+
+def test_the_ranks_of_a_node_fetch_each_range_once(server, tmp_path):
+    # they all read all of it, as an evaluation does, at the same time
+    processes = [start_rank(f"{server.url}/data", tmp_path, 0, 1, -1) for _ in range(3)]
+    assert [process.wait(100) for process in processes] == [0, 0, 0]
+    with server.lock:
+        shards = [(path, span) for path, span in server.ranges if "/c/" in path]
+    assert len(shards) == len(set(shards)) > 0
+
+
+def test_a_run_that_was_killed_in_its_first_epoch_goes_on_with_what_it_had_read(server, tmp_path, nothing_kept):
+    (plain,) = open_ranks(server)
+    expected = digests(plain, 2)
+    plain.close()
+    process = start_rank(f"{server.url}/data", tmp_path, 0, 1, 40)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"reached\n"
+    data_gets(server)
+    process.kill()
+    process.wait()
+    (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
+    assert digests(dataset, 2) == expected
+    assert dataset.stats().cache_hits > dataset.stats().requests > 0
+    dataset.close()
+
+
+def test_what_was_damaged_on_its_way_does_not_stay_in_the_cache(server, tmp_path, nothing_kept):
+    (plain,) = open_ranks(server)
+    expected = digests(plain, 2)
+    server.faults |= {"/data/x/c/": ["flip"] * 2, "/chunks/": ["flip"], "/label/c/": ["flip"], "/text/c/": ["flip"]}
+    (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
+    assert digests(dataset, 1) == expected[:1]
+    assert not any(server.faults.values())
+    data_gets(server)
+    assert digests(dataset, 1) == expected[1:]
+    (again,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
+    assert digests(again, 2) == expected
+    assert data_gets(server) == []

@@ -61,7 +61,7 @@ def test_streaming_dataset_takes_what_was_promised():
             "max_tokens": None,
             "clips": None,
         },
-        **{"device": None, "ahead": 2, "cast": None, "graph_buffers": False},
+        **{"device": None, "ahead": 2, "cast": None, "graph_buffers": False, "cache": None},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]
@@ -69,7 +69,7 @@ def test_streaming_dataset_takes_what_was_promised():
 
 def test_open_takes_what_was_promised():
     parameters = inspect.signature(sl.open).parameters
-    assert list(parameters) == ["url", "split", "version", "storage_options"]
+    assert list(parameters) == ["url", "split", "version", "storage_options", "cache"]
 
 
 def test_append_takes_what_convert_does():

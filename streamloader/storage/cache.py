@@ -27,6 +27,7 @@ import os
 import re
 import stat
 import struct
+import threading
 import time
 from array import array
 from collections import Counter
@@ -116,9 +117,9 @@ class _Key(NamedTuple):
     def file_size(self) -> int:
         return self.size + len(self.text) + _LENGTHS.size + _CRC.size
 
-    def trailer(self, crc: int) -> bytes:
-        """Return what follows a body with this CRC-32C in its file."""
-        end = self.text + _LENGTHS.pack(_MAGIC, len(self.text), self.size)
+    def trailer(self, crc: int, size: int) -> bytes:
+        """Return what follows a body of `size` bytes with this CRC-32C in its file."""
+        end = self.text + _LENGTHS.pack(_MAGIC, len(self.text), size)
         return end + _CRC.pack(crc32c.crc32c(end, crc))
 
 
@@ -220,6 +221,7 @@ class _Folder:
 
     def __init__(self, options: Cache) -> None:
         self.limit, self.free = int(options.limit), int(options.free)
+        self._one = threading.Lock()  # for the threads of this process, which would poll the lock of the counters
         Path(options.path).mkdir(parents=True, exist_ok=True)
         parent = self._keep(os.open(options.path, _FOLDER_FLAGS))
         with suppress(FileExistsError):
@@ -263,6 +265,11 @@ class _Folder:
     @contextmanager
     def counters(self) -> Iterator[_Counters]:
         """Yield the counters, under their lock, and write them. Raises `TimeoutError` if the lock is held long."""
+        with self._one, self._locked_counters() as counters:
+            yield counters
+
+    @contextmanager
+    def _locked_counters(self) -> Iterator[_Counters]:
         descriptor = open_to_lock(STATE, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, self.root)
         try:
             if not _wait_until(lambda: _try_lock(descriptor), LOCK_SECONDS):
@@ -459,7 +466,9 @@ class _Unfinished:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
         self._descriptor = open_to_lock(self._name, flags, folder.temporary)
         try:
-            self.kept = _try_lock(self._descriptor) and (
+            # until it was locked, an eviction may have taken it for that of a dead writer
+            mine = _try_lock(self._descriptor) and os.fstat(self._descriptor).st_nlink > 0
+            self.kept = mine and (
                 folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
             )
             self._reserved = wanted.size if self.kept else 0
@@ -469,7 +478,7 @@ class _Unfinished:
 
     def finish(self, body: Buffer, dataset: int, use: Use) -> None:
         """Write the range, and move it to the folder of its dataset."""
-        parts = [body, self._key.trailer(body_crc32c(body))]
+        parts = [body, self._key.trailer(body_crc32c(body), body_bytes(body))]
         if not _transfer(os.writev, self._descriptor, parts):
             raise OSError(errno.EIO, "nothing is written")
         os.utime(self._descriptor, ns=(time.time_ns(), time_of_use(use.next_use)))
@@ -480,6 +489,8 @@ class _Unfinished:
             _discard(self._folder, dataset, self._key)
         os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
         self._stays = True
+        if surplus := self._reserved - disk_bytes(sum(map(len, parts))):  # the object ended before the range did
+            self._folder.release(surplus)
 
     def close(self) -> None:
         """Remove the file unless it is finished."""
@@ -540,8 +551,8 @@ class RangeCache:
     ) -> tuple[Buffer, bool]:
         """Return bytes [start, stop) of an object of the dataset, and whether the cache had them; else `fetch()`.
 
-        What `fetch` returns is stored if it is as long as the range. A hit is in the memory of
-        `receiver.allocate(stop - start)`. Raises only what `fetch` and `allocate` raise.
+        What `fetch` returns is stored, fewer bytes if the object ends before `stop`. A hit is in the memory of
+        `receiver.allocate(size)`. Raises only what `fetch` and `allocate` raise.
         """
         opened = self._open() if stop > start else None
         if opened is None:
@@ -558,7 +569,7 @@ class RangeCache:
                 if unfinished is None or not unfinished.kept:
                     turn.close()  # it will not be stored: nobody needs to wait for it
                 body = fetch()
-                if unfinished is not None and unfinished.kept and body_bytes(body) == key.size:
+                if unfinished is not None and unfinished.kept and 0 < body_bytes(body) <= key.size:
                     with self._counting("write"):
                         unfinished.finish(body, opened.dataset, use)
         return body, False
@@ -703,13 +714,14 @@ def range_cache(options: Cache, digest: str, url: str = "", wait_seconds: float 
 
 def _read(descriptor: int, file_size: int, key: _Key, receiver: Receiver) -> memoryview | None:
     """Return the body of a range in memory from `receiver`, None if the file is not what was written."""
-    if file_size != key.file_size:
+    size = file_size - (key.file_size - key.size)  # less than the range has, if the object ends before
+    if not 0 < size <= key.size:
         return None
-    body = receiver.allocate(key.size)
-    trailer = bytearray(file_size - key.size)
+    body = receiver.allocate(size)
+    trailer = bytearray(file_size - size)
     if not _transfer(os.readv, descriptor, [body, trailer]):
         return None
-    return body if trailer == key.trailer(body_crc32c(body)) else None
+    return body if trailer == key.trailer(body_crc32c(body), size) else None
 
 
 def _parse(text: bytes) -> dict[str, Any]:
