@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,10 +223,10 @@ def test_of_a_large_dataset_a_part_is_simulated(monkeypatch, folder):
 RANK = """
 import os, sys, warnings
 import streamloader as sl
-from test_cache_runs import SHUFFLE
 warnings.simplefilter("ignore")
 url, folder, rank, size, batches = sys.argv[1:]
-options = {"batch_size": 16, "seed": 5, "shuffle": SHUFFLE, "cache": sl.Cache(folder, free=0)}
+options = {"batch_size": 16, "seed": 5, "shuffle": sl.Shuffle(lanes=4, window=16)}
+options["cache"] = sl.Cache(folder, free=0)
 dataset = sl.NumpyDataset(url, world=(int(rank), int(size)), **options)
 for number, _ in enumerate(dataset):
     if number == int(batches):
@@ -241,8 +242,11 @@ def start_rank(*arguments: Any) -> subprocess.Popen[bytes]:
 
 def test_the_ranks_of_a_node_fetch_each_range_once(server, tmp_path):
     # they all read all of it, as an evaluation does, at the same time
-    processes = [start_rank(f"{server.url}/data", tmp_path, 0, 1, -1) for _ in range(3)]
-    assert [process.wait(100) for process in processes] == [0, 0, 0]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start_rank(f"{server.url}/data", tmp_path, 0, 1, -1)) for _ in range(3)]
+        for process in processes:
+            process.communicate()
+            assert process.returncode == 0
     with server.lock:
         shards = [(path, span) for path, span in server.ranges if "/c/" in path]
     assert len(shards) == len(set(shards)) > 0
@@ -252,12 +256,10 @@ def test_a_run_that_was_killed_in_its_first_epoch_goes_on_with_what_it_had_read(
     (plain,) = open_ranks(server)
     expected = digests(plain, 2)
     plain.close()
-    process = start_rank(f"{server.url}/data", tmp_path, 0, 1, 40)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"reached\n"
-    data_gets(server)
-    process.kill()
-    process.wait()
+    with start_rank(f"{server.url}/data", tmp_path, 0, 1, 40) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reached\n"
+        process.kill()
     (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
     assert digests(dataset, 2) == expected
     assert dataset.stats().cache_hits > dataset.stats().requests > 0
