@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from amounts import covering, examples
 from folder_server import FolderServer, folder_server
 from hypothesis import given, settings
@@ -21,6 +23,9 @@ from test_engine_workers import digest
 import streamloader as sl
 from streamloader.engine import engine
 from streamloader.engine.budget import Budget, Demand
+from streamloader.errors import UsageError
+from streamloader.loader.dataset import NumpyMixture
+from streamloader.loader.world import LAUNCHERS, LOCAL_RANKS, LOCAL_SIZES, ranks_of_node
 from streamloader.measure import cache as cache_forecast
 from streamloader.measure.cache import simulate, visits_of
 from streamloader.measure.forecast import ForecastOptions, forecast
@@ -278,3 +283,80 @@ def test_what_was_damaged_on_its_way_does_not_stay_in_the_cache(server, tmp_path
     (again,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
     assert digests(again, 2) == expected
     assert data_gets(server) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "variables", "expected"),
+    [
+        ((5, 8), {}, range(8)),
+        ((5, 8), {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}, range(4, 8)),
+        ((5, 8), {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 1}, range(8)),  # how many are here?
+        ((1, 2), {"RANK": 9, "WORLD_SIZE": 16, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 8}, [1]),  # 8 processes a replica
+        ((1, 4), {"RANK": 5, "WORLD_SIZE": 16, "LOCAL_RANK": 5, "LOCAL_WORLD_SIZE": 8}, [0, 1]),
+        ((3, 4), {"RANK": 5, "WORLD_SIZE": 16, "LOCAL_RANK": 5, "LOCAL_WORLD_SIZE": 8}, range(4)),  # another numbering
+        ((0, 1), {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}, [0]),
+    ],
+)
+def test_the_launcher_tells_which_ranks_share_a_disk(monkeypatch, world, variables, expected):
+    for names in (*LAUNCHERS, LOCAL_RANKS, LOCAL_SIZES):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert ranks_of_node(World(*world)) == tuple(expected)
+
+
+def test_the_workers_of_a_dataloader_have_the_lanes_of_their_node():
+    node = World(2, 4, (2, 3)).consumer(1, 3)
+    assert (node.rank, node.size, node.node) == (6, 12, (2, 3, 6, 7, 10, 11))
+    assert np.flatnonzero(node.lanes(24, node.node)).tolist() == sorted([*range(2, 24, 4), *range(3, 24, 4)])
+
+
+def test_mixtures_joins_and_random_access_read_by_the_cache(server, tmp_path, nothing_kept):
+    cache = sl.Cache(tmp_path, free=0)
+    sources = {f"{server.url}/data": 2, sl.Source(f"{server.url}/more"): 1}
+    join = sl.Join(f"{server.url}/data", f"{server.url}/more", fields={"x": "y"})
+    options = {"batch_size": 16, "seed": 5, "shuffle": SHUFFLE}
+    found = []
+    for more in ({}, {"cache": cache}):
+        loaders = NumpyMixture(sources, **more, **options), sl.NumpyDataset(join, **more, **options)
+        found.append(tuple(map(digests, loaders)))
+        for loader in loaders:
+            loader.close()
+    expected = found[0]
+    assert found[1] == expected
+    data_gets(server)
+    again = NumpyMixture(sources, cache=cache, **options), sl.NumpyDataset(join, cache=cache, **options)
+    assert tuple(map(digests, again)) == expected
+    assert data_gets(server) == []
+    opened = sl.open(f"{server.url}/data", cache=cache)
+    samples = [opened[number] for number in (0, 700, COUNT - 1)]
+    data_gets(server)
+    once_more = sl.open(f"{server.url}/data", cache=cache)
+    assert digest(samples[1]) == digest(once_more[700])
+    assert data_gets(server) == []
+
+
+def test_arrays_of_others_are_cached_if_they_do_not_change(tmp_path, nothing_kept):
+    group = zarr.open_group(tmp_path / "arrays", mode="w", zarr_format=3)
+    data = np.random.default_rng(0).random((200, 16, 16), np.float32)
+    group.create_array("x", data=data, chunks=(8, 16, 16), dimension_names=("time", "y", "x"))
+    with folder_server(tmp_path) as server:
+        given = {"name": "arrays", "sample_axis": "time", "fields": ["x"]}
+        with pytest.raises(UsageError, match=r"arrays are read in place.*Cache\(\.\.\., arrays=True\)"):
+            open_ranks(server, cache=sl.Cache(tmp_path / "cache"), **given)
+        (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path / "cache", free=0, arrays=True), **given)
+        (plain,) = open_ranks(server, **given)
+        expected = digests(plain)
+        assert digests(dataset, 1) == expected[:1]
+        data_gets(server)
+        assert digests(dataset, 1) == expected[1:]
+        assert data_gets(server) == []
+        dataset.close()
+        plain.close()
+
+
+def test_a_cache_is_given_as_one(server):
+    for opened in (sl.open, partial(sl.NumpyDataset, batch_size=4), partial(sl.StreamingDataset, batch_size=4)):
+        with pytest.raises(UsageError, match=r"cache='/tmp'; give sl\.Cache"):
+            opened(f"{server.url}/data", cache="/tmp")

@@ -151,6 +151,7 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     use a batch at once. `ahead`: while training has a batch, `ahead` - 1 others are copied. `cast`: the dtype of
     columns of floating-point values, such as "bfloat16", or a dict of these by column. `graph_buffers`: batches are
     copied to the same tensors each time, for CUDA graphs.
+    `cache`: a `Cache` on local disk, which later epochs and runs read from, and the ranks of a machine share.
     `storage_options`: passed to fsspec.
 
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.

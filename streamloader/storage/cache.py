@@ -468,9 +468,7 @@ class _Unfinished:
         try:
             # until it was locked, an eviction may have taken it for that of a dead writer
             mine = _try_lock(self._descriptor) and os.fstat(self._descriptor).st_nlink > 0
-            self.kept = mine and (
-                folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
-            )
+            self.kept = mine and (folder.reserve(wanted.size) or folder.make_room(self._name, wanted))
             self._reserved = wanted.size if self.kept else 0
         except BaseException:
             self.close()
