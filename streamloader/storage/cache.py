@@ -466,9 +466,9 @@ class _Unfinished:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
         self._descriptor = open_to_lock(self._name, flags, folder.temporary)
         try:
-            # until it was locked, an eviction may have taken it for that of a dead writer
-            mine = _try_lock(self._descriptor) and os.fstat(self._descriptor).st_nlink > 0
-            self.kept = mine and (folder.reserve(wanted.size) or folder.make_room(self._name, wanted))
+            self.kept = _try_lock(self._descriptor) and (
+                folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
+            )
             self._reserved = wanted.size if self.kept else 0
         except BaseException:
             self.close()
@@ -488,7 +488,8 @@ class _Unfinished:
         os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
         self._stays = True
         if surplus := self._reserved - disk_bytes(sum(map(len, parts))):  # the object ended before the range did
-            self._folder.release(surplus)
+            with self._folder.counters() as counters:
+                counters.used -= surplus
 
     def close(self) -> None:
         """Remove the file unless it is finished."""
