@@ -3,9 +3,6 @@
 from itertools import islice
 
 import pytest
-
-pytest.importorskip("streamloader.testing.proxy")
-
 import soak
 from soak import SAMPLES, Soak, attempts, check_flat
 
