@@ -9,7 +9,6 @@ import io
 import lzma
 import os
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +21,7 @@ from sources import CASES, FORMATS, Case, opened, read, samples_of
 
 import streamloader as sl
 from fuzz.edits import Draw, edited_bytes
-from fuzz.targets import TARGETS, Target, allowed
+from fuzz.targets import TARGETS, Target, allowed, temporary_folder
 
 MOST_ROWS = 500
 
@@ -94,7 +93,7 @@ def edited_file(name: str, data: bytes, draw: Draw) -> bytes:
 @cache
 def copied(folder: str) -> Path:
     """Return a copy of a folder below formats/, for this process to change."""
-    path = Path(tempfile.mkdtemp(prefix="fuzz-source-")) / "it"
+    path = temporary_folder() / "it"
     shutil.copytree(FORMATS / folder, path)
     return path
 

@@ -6,8 +6,11 @@ hashes and digests are made to fit where an attacker would do so, as in `formats
 """
 
 import ast
+import atexit
 import json
 import re
+import shutil
+import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -134,6 +137,13 @@ class Place:
 
 
 place = cache(Place)  # of this process
+
+
+def temporary_folder() -> Path:
+    """Return a folder that is removed when this process exits, or with that of the fuzzer."""
+    path = tempfile.mkdtemp(prefix="fuzz-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 def columns_of(url: str, *, split: str | None = None, stream: bool = False) -> dict[str, Any] | None:
@@ -459,9 +469,7 @@ SECRET = b"what lies outside the folder of the references"
 
 @cache
 def _references() -> Path:
-    import tempfile
-
-    root = Path(tempfile.mkdtemp(prefix="fuzz-references-"))
+    root = temporary_folder()
     (root / "in").mkdir()
     (root / "in" / "data.1").write_bytes(bytes(range(64)))
     (root / "data").write_bytes(SECRET)
