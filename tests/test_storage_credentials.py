@@ -50,7 +50,7 @@ def test_a_profile_gives_keys_and_endpoint(by, url, seaweedfs, tmp_path, monkeyp
 
 
 def test_keys_that_expire_are_renewed(url, seaweedfs, tmp_path):
-    """A profile's credential_process gives keys that end in a second: each use must ask for new ones."""
+    """A profile's credential_process gives keys that end in 30 s: each client asks for new ones."""
     soon = (datetime.now(UTC) + timedelta(seconds=30)).isoformat()
     write_keys(tmp_path, seaweedfs.key, seaweedfs.secret, Expiration=soon)
     s3 = S3Client(parse_location("s3://bucket", {"profile": "ours"}))

@@ -46,17 +46,20 @@ def choose_workers(
     urls: Iterable[str] = (),
     *,
     in_worker: bool = False,
+    private: bool = False,
     computes: bool = False,
     transform_seconds: float = 0.0,
 ) -> tuple[int, str]:
     """Return the number of worker processes for a rank with this many cores that reads these URLs, and the reason.
 
-    `in_worker`: this process is a worker of a DataLoader. `computes`: images are decoded, chunks decompressed or
-    samples transformed. `transform_seconds`: what the transform of a sample has taken so far.
+    `in_worker`: this process is a worker of a DataLoader. `private`: only this process can get credentials.
+    `computes`: images are decoded, chunks decompressed or samples transformed. `transform_seconds`: what the transform
+    of a sample has taken so far.
     """
     obstacles = {
         "DataLoader workers have none of their own": in_worker,
         "other processes cannot read memory:// URLs": any(url.startswith("memory:") for url in urls),
+        "other processes cannot load the credential_provider: define it in a module that you import": private,
         "this system has no anonymous shared memory (memfd_create)": not hasattr(os, "memfd_create"),
     }
     if reasons := [reason for reason, found in obstacles.items() if found]:

@@ -861,12 +861,14 @@ class Loader:
         ranks_here = ranks_on_this_machine() * self._worker[1]
         cores, config = max(1, cpu_count() // ranks_here), self._config
         layouts = [layout for dataset in self._datasets for layout in dataset.layouts.values()]
+        stores = [store for dataset in self._datasets for store in dataset.stores]
         slow = stats.transform_seconds >= LEAST_SECONDS
         workers, reason = choose_workers(
             config.workers,
             cores,
-            [store.url for dataset in self._datasets for store in dataset.stores],
+            [store.url for store in stores],
             in_worker=self._in_worker,
+            private=any(store.location.is_private for store in stores),
             computes=bool(config.decoders) or config.transform is not None or any(of.codec != "none" for of in layouts),
             transform_seconds=quotient(stats.transform_seconds, stats.samples) if slow else 0.0,
         )

@@ -36,6 +36,7 @@ from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, body_crc32c, buffers_of
+from streamloader.storage.credentials import renew_credentials
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.process import run_all
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
@@ -608,6 +609,8 @@ def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
         given = {name: value for name, value in given.items() if name not in _KEYS}
     session = botocore.session.Session(profile=options.get("profile"))
     session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
+    if "aws_access_key_id" not in given or given["aws_access_key_id"] is None:
+        renew_credentials(session, location)
     verify = given.get("verify")
     if verify is None:
         verify = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")

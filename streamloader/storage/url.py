@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import os
+import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ _ENVIRONMENT = (
 S3_OPTIONS = (
     *("key", "secret", "token", "username", "password", "anon", "profile", "endpoint_url", "requester_pays"),
     *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "use_ssl", "version_aware"),
+    "credential_provider",  # ours
 )
+_OTHER_KEYS = ("key", "secret", "token", "username", "password", "anon", "profile")
 S3_CLIENT_OPTIONS = ("region_name", "verify", "read_timeout", "connect_timeout", "signature_version", "s3")
 # Options of fsspec's caches and event loop, which have no effect on our reads
 FSSPEC_OPTIONS = (
@@ -130,6 +133,32 @@ def _url_secrets(text: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, repr=False)
+class CredentialProvider:
+    """The function of the option `credential_provider`. Each process that it is sent to calls it for itself."""
+
+    function: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        """Return what the function returns."""
+        return self.function()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if problem := self.problem:
+            remedy = "define it in a module, a .py file, that you import, or use workers=0"
+            raise UsageError(f"other processes cannot load the credential_provider: {problem}", remedy)
+        return (CredentialProvider, (self.function,))
+
+    @property
+    def problem(self) -> str:
+        """Why other processes cannot load the function; empty if they can."""
+        try:
+            data = pickle.dumps(self.function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return str(error)
+        return "it is defined in the program that runs, __main__" if b"__main__" in data else ""
+
+
+@dataclass(frozen=True, repr=False)
 class Location:
     """A parsed URL and its storage options. `target` is the URL for fsspec, `shown` the one for messages."""
 
@@ -146,6 +175,12 @@ class Location:
     def shown(self) -> str:
         """Return the URL without credentials and without a trailing slash."""
         return redact(self.target)
+
+    @property
+    def is_private(self) -> bool:
+        """Return whether only this process can use the options: others cannot load the `credential_provider`."""
+        provider = self.options.get("credential_provider")
+        return isinstance(provider, CredentialProvider) and bool(provider.problem)
 
     @property
     def path(self) -> str:
@@ -178,7 +213,23 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
     """
     options = dict(options or {})
     retry = _retry_policy(options.pop("retry", None))
-    return replace(_parse(url, options), retry=retry)
+    provider = options.get("credential_provider")
+    if provider is not None and not isinstance(provider, CredentialProvider):
+        options["credential_provider"] = _provider(provider, options)
+    location = replace(_parse(url, options), retry=retry)
+    if provider is not None and location.protocol in ("gs", "az", "http"):
+        problem = f"{location.shown}: credential_provider is an option of S3"
+        raise UnsupportedError(problem, "leave it out: the clients of gs and az renew credentials themselves")
+    return location
+
+
+def _provider(function: Any, options: Mapping[str, Any]) -> CredentialProvider:
+    if not callable(function):
+        problem = f"storage option credential_provider is a {type(function).__name__}"
+        raise UsageError(problem, "give a function without arguments that returns a dict")
+    if given := [name for name in _OTHER_KEYS if options.get(name)]:
+        raise UsageError(f"storage options credential_provider and {given[0]}", "give one of them")
+    return CredentialProvider(function)
 
 
 def _retry_policy(value: RetryPolicy | Mapping[str, Any] | None) -> RetryPolicy:
