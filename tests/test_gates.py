@@ -83,6 +83,7 @@ MAY_PICKLE = {
     "engine/messages.py": IN_ARENA,
     "engine/transform.py": UNPICKLABLE,
     "conversion/sources/objects.py": BY_VALUE,
+    "storage/url.py": UNPICKLABLE,  # their credential_provider
 }
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CONTAINERS = {
