@@ -263,6 +263,8 @@ class View(_Cropped):
 
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+# Of an image: 13,400 x 13,400, about where Pillow refuses it too. Decoding to RGB takes 540 MB.
+MAX_PIXELS = 180_000_000
 # (mean, std) of ImageNet's training images, with channels from 0 to 1, as torchvision's models expect
 IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -295,6 +297,10 @@ class Decode(_Cropped):
     steps on the CPU, for tests. It needs `size`. Pixels differ slightly from those of the CPU's decoder, which decodes
     what nvJPEG cannot.
 
+    `max_pixels`: an image whose header says that it has more is a bad sample, and is not decoded: a file of 100 KB may
+    say that it has 60,000 x 60,000 pixels, which take 11 GB. More than the default also raises Pillow's own limit,
+    `PIL.Image.MAX_IMAGE_PIXELS`, in the processes that decode.
+
     `views`: several crops of each image, which is decoded once. A batch has the column `image_name` (by the names of
     the field and of the view) in place of `image`, of shape (batch, count, height, width, channels), or with "CHW"
     (batch, count, channels, height, width), for each view: `{"local": View((96, 96), "random", count=8)}`.
@@ -316,8 +322,10 @@ class Decode(_Cropped):
     with_crop: bool = False
     views: Mapping[str, View] | None = None
     device: str | None = None
+    max_pixels: int = MAX_PIXELS
 
     def _validate(self) -> None:
+        _check(self, "max_pixels", is_whole(self.max_pixels), "give max_pixels as a whole number of at least 1")
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
         _check(self, "backend", is_backend, "choose 'auto', 'pillow' or 'simplejpeg'")
         _check(self, "mode", self.mode in ("RGB", "L"), "choose 'RGB' or 'L'")

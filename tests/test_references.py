@@ -249,6 +249,13 @@ ELSEWHERE = [
     *("http://169.254.169.254/latest", "http://2852039166/latest", "http://0xA9FEA9FE/x", "http://[fe80::1]/x"),
     *("http://[::ffff:169.254.169.254]/x", "http://user@169.254.169.254/x", "http://name.invalid/x", "http://\u2100/y"),
     *("link", "x/../link", "folder/data", "FILE://OWN/link"),
+    # metadata services whose addresses are not link-local
+    *(
+        "http://[fd00:ec2::254]/latest",
+        "http://100.100.100.200/latest",
+        "http://168.63.129.16/x",
+        "http://192.0.0.192/x",
+    ),
 ]
 
 

@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 from streamloader.errors import DecodeError, UsageError
 from streamloader.format.values import AUDIO, sniff
 from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, orientation
-from streamloader.options import EXIF_HEADER, CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
+from streamloader.options import EXIF_HEADER, MAX_PIXELS, CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
 
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.uint8]
@@ -240,8 +240,6 @@ def _has_exif(data: memoryview, at: int) -> bool:
 # "mixed" is for an image folder with several of the others
 ENCODINGS = frozenset(["jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"])
 _JPEG_MAGIC = b"\xff\xd8\xff"
-# A larger image is an error before it is decoded: a decompression bomb (Pillow's own limit is about the same).
-MAX_PIXELS = 180_000_000
 # Rows below a box that are decoded too, since their chroma is interpolated into it: at most four for each chroma row.
 CHROMA_ROWS = 8
 PART_IMAGES = 16
@@ -292,6 +290,12 @@ def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool, nea
         part, target = part[:, :, 0], out[:, :, 0]
     shrink = max(part.shape[0] / out.shape[0], part.shape[1] / out.shape[1])
     cv2.resize(part, size, dst=target, interpolation=cv2.INTER_AREA if shrink > 2 else cv2.INTER_LINEAR)
+
+
+def allow_pixels(count: int) -> None:
+    """Raise Pillow's limit of this process, twice which is an error, to this number of pixels if that is above ours."""
+    if count > MAX_PIXELS and Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, count)
 
 
 def mirror(pixels: Pixels, *, opencv: bool) -> None:
@@ -564,7 +568,7 @@ class ImageDecoder:
     def _measure(self, data: memoryview) -> Header:
         """Return the header. Raises `ValueError` if the image is too large."""
         size: tuple[int, int] | None = None
-        turn = 1
+        turn, most = 1, self.options.max_pixels
         if self.fast and data[:3] == _JPEG_MAGIC:
             import simplejpeg
 
@@ -572,12 +576,13 @@ class ImageDecoder:
                 size = simplejpeg.decode_jpeg_header(data)[:2]
                 turn = orientation(*_metadata(data)) if self.options.orientation else 1
         if size is None:
+            allow_pixels(most)
             with Image.open(io.BytesIO(data)) as image:
                 size = (image.height, image.width)
-                if self.options.orientation and size[0] * size[1] <= MAX_PIXELS:
+                if self.options.orientation and size[0] * size[1] <= most:
                     turn = image_orientation(image, data)
-        if size[0] * size[1] > MAX_PIXELS:
-            raise ValueError(f"{size[1]} x {size[0]} pixels are more than {MAX_PIXELS}")
+        if size[0] * size[1] > most:
+            raise ValueError(f"{size[1]} x {size[0]} pixels are more than Decode(max_pixels={most})")
         return Header(*size, turn)
 
     def _read_rows(self, data: memoryview, k: int, bottom: int, size: tuple[int, int]) -> tuple[Pixels, int]:
@@ -604,6 +609,7 @@ class ImageDecoder:
             options = {"min_height": height, "min_width": width, "buffer": out, "strict": head is None}
             with suppress(ValueError):  # also raised for warnings of libjpeg: Pillow decides if the image is valid
                 return simplejpeg.decode_jpeg(head or data, colorspace, **options), k
+        allow_pixels(self.options.max_pixels)
         with Image.open(io.BytesIO(data)) as image:
             if (image.height, image.width) != size:
                 raise ValueError(f"headers disagree: {image.width} x {image.height} or {size[1]} x {size[0]} pixels")

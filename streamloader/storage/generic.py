@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import ipaddress
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -37,6 +39,8 @@ from streamloader.storage.process import finalize
 from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.url import CHAIN, Location, redact
 
+# Metadata services of AWS (IPv6), Alibaba, Oracle and Azure, whose addresses are not link-local
+METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16")
 UNKNOWN_BYTES = 64 << 20  # the assumed size of an object or a listing of unknown size
 SMALL_BYTES = 1 << 20  # most manifests and receipts are smaller
 _LINK = re.compile(r"""<a\b[^>]*?\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"']+))""", re.IGNORECASE)
@@ -50,6 +54,8 @@ def open_fsspec_client(location: Location) -> FsspecClient:
         options["skip_instance_cache"] = True
     if protocol in ("gs", "az", "http"):  # the filesystems with a listings cache
         options["use_listings_cache"] = False
+    if protocol == "http":
+        options = checked_redirects(options, same_host=False)
     fs, root = url_to_fs(location.target, **options)
     client = _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root or fs.root_marker)
     if protocol != CHAIN:  # a filesystem of our own
@@ -341,10 +347,21 @@ class HttpClient(FsspecClient):
         return [info for info in map(self.info, files) if info is not None], None
 
 
-def without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of fsspec's HTTP with which a redirect to another scheme, host or port raises `AccessError`.
+def is_cloud_service(host: str) -> bool:
+    """Return whether a host may have the address of a cloud's metadata service, or is link-local: also if unknown."""
+    try:
+        found = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)]
+    except (OSError, ValueError):
+        return True
+    addresses = [getattr(each, "ipv4_mapped", None) or each for each in found]
+    return any(each.is_link_local or str(each) in METADATA_ADDRESSES for each in addresses)
 
-    Clients send headers of the user to the host of a redirect too. obstore has no such option, and is not used then.
+
+def checked_redirects(options: Mapping[str, Any], *, same_host: bool) -> dict[str, Any]:
+    """Return options of fsspec's HTTP with which a redirect to a metadata service or from https to http is an error.
+
+    With `same_host`, so is one to another scheme, host or port, since clients send headers of the user to the host of a
+    redirect too: obstore has no such option, and is not used then. The error is an `AccessError`.
     """
     import aiohttp
     from yarl import URL
@@ -355,8 +372,11 @@ def without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
             target = request.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
             if target.origin() == request.url.origin():
                 return
+            downgraded = (request.url.scheme, target.scheme) == ("https", "http")
         except ValueError:
-            target = URL()
+            target, downgraded = URL(), True
+        if not (same_host or downgraded or await asyncio.to_thread(is_cloud_service, target.host or "")):
+            return
         request.response.close()
         problem = f"{redact(str(request.url))} redirects to another host, {redact(str(target))!r}"
         raise AccessError(problem, "if you trust that, give its URL instead of the one that redirects")

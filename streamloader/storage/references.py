@@ -7,13 +7,11 @@ it cannot make this process read whatever it names.
 
 import ast
 import base64
-import ipaddress
 import itertools
 import json
 import operator
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,7 +25,7 @@ import numpy as np
 
 from streamloader import errors
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
-from streamloader.storage.generic import without_redirects
+from streamloader.storage.generic import checked_redirects, is_cloud_service
 from streamloader.storage.objects import ObjectInfo, ReadOnlyClient
 from streamloader.storage.optional import pa, pq
 from streamloader.storage.process import finished_before_exit
@@ -266,8 +264,9 @@ class ReferenceClient(ReadOnlyClient):
     for the file and `remote_options` for the objects. They are used for objects of the file's host or bucket only; of a
     local file, for those in its folder. Others are read with `remote_options` alone, and only if these are given, or if
     `allow`, a list of URLs of hosts, buckets or folders, has them. A chain of URLs is never read, and local files and
-    link-local addresses only with `allow`: whoever wrote the file could make this process read them. A symbolic link is
-    what it leads to. With any of these options, a web server of the objects may not redirect to another host.
+    addresses that are link-local or of a cloud's metadata service only with `allow`: whoever wrote the file could make
+    this process read them. A symbolic link is what it leads to. With any of these options, a web server of the objects
+    may not redirect to another host.
     """
 
     def __init__(self, location: Location, open_store: OpenStore) -> None:
@@ -343,7 +342,7 @@ class ReferenceClient(ReadOnlyClient):
                     remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
                     raise errors.AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
                 if location.protocol == "http" and not self._may_redirect:
-                    options = without_redirects(options)
+                    options = checked_redirects(options, same_host=True)
                 host, below = found.groups() if (found := _FOLDER.fullmatch(folder)) else (folder, "")
                 if host not in self._hosts:
                     self._hosts[host] = self._open_store(host, {"retry": self._policy, **options})
@@ -364,7 +363,7 @@ class ReferenceClient(ReadOnlyClient):
         if self._allowed is not None:
             is_allowed = any(_is_below(location, entry, entry.path) for entry in self._allowed)
         else:
-            is_allowed = remote is not None and location.protocol != "file" and not _is_link_local(location)
+            is_allowed = remote is not None and location.protocol != "file" and not _is_cloud_service(location)
         return (remote or {}) if is_allowed else None
 
 
@@ -410,15 +409,13 @@ def _is_below(location: Location, root: Location, path: str) -> bool:
     return same and not escapes and f"{location.path}/".startswith(f"{path.rstrip('/')}/" if path else "")
 
 
-def _is_link_local(location: Location) -> bool:
-    """Return whether a URL's host may have a link-local address, as a cloud's metadata service: also if unknown."""
+def _is_cloud_service(location: Location) -> bool:
+    """Return whether a URL's host may be a cloud's metadata service, or has a link-local address."""
     if location.protocol in BUCKETS:
         return False
     try:
-        found = socket.getaddrinfo(urlsplit(location.target).hostname, None)
-        addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
-        return any((getattr(each, "ipv4_mapped", None) or each).is_link_local for each in addresses)
-    except (OSError, ValueError):
+        return is_cloud_service(urlsplit(location.target).hostname or "")
+    except ValueError:
         return True
 
 

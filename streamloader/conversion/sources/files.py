@@ -1,6 +1,6 @@
 """The files that a source URL names: a file, a glob, a brace range, or a folder.
 
-In local folders, links are followed, and modification times replace etags.
+In local folders, links are followed that do not leave them, and modification times replace etags.
 """
 
 import os
@@ -27,17 +27,28 @@ def local_path(store: Store) -> Path | None:
     return path if path.is_absolute() else None
 
 
-def walk_files(root: Path, matches: Callable[[str], bool] = lambda _: True) -> Iterator[ObjectInfo]:
+_LINKS = (
+    "copy the files into the folder, or convert the link's target; if you trust whoever made the links, give "
+    "source_options={'follow_symlinks': True} (--source-option follow_symlinks=true)"
+)
+FOLLOW = "follow_symlinks"  # the option
+
+
+def walk_files(
+    root: Path, matches: Callable[[str], bool] = lambda _: True, *, follow: bool = False
+) -> Iterator[ObjectInfo]:
     """Yield every file below `root`, nothing if the folder does not exist.
 
     Links to files and folders below `root` are followed, except links to a folder that contains them. Links that leave
-    `root` are never followed: they raise `SourceError` if their path `matches` and is not hidden. Raises `SourceError`
-    also for unreadable folders and broken links.
+    `root` raise `SourceError` if their path `matches` and is not hidden, unless these are to be followed too. Raises
+    `SourceError` also for unreadable folders and broken links.
     """
     if not root.is_dir():
         return
     top = os.path.realpath(root)
-    todo: list[tuple[str, frozenset[str]]] = [("", frozenset())]  # folders, and the targets of the links on their paths
+    todo: list[tuple[str, frozenset[str]]] = [
+        ("", frozenset([top]))
+    ]  # folders, and the targets of the links on their paths
     while todo:
         folder, links = todo.pop()
         for entry in _entries(root / folder):
@@ -46,10 +57,10 @@ def walk_files(root: Path, matches: Callable[[str], bool] = lambda _: True) -> I
                 target = os.path.realpath(entry.path)
                 if target in links or _contains(target, os.path.realpath(root / folder)):
                     continue
-                if not _contains(top, target):
+                if not (follow or _contains(top, target)):
                     if matches(path) and "/." not in f"/{path}":
                         problem = f"{root / path} is a link to {target}, which is outside of {root}"
-                        raise SourceError(problem, "copy the files into the folder, or convert the link's target")
+                        raise SourceError(problem, _LINKS)
                     continue
                 targets = links | {target}
             if entry.is_dir():
@@ -152,7 +163,10 @@ class Listing:
 
 
 def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> Listing:
-    """Return the files that `src` names. Raises `SourceError` if there is none, or a `StorageError`."""
+    """Return the files that `src` names. Raises `SourceError` if there is none, or a `StorageError`.
+
+    With the option `follow_symlinks`, local links are followed that leave the folder.
+    """
     text = os.fspath(src)
     outer, separator, inner = text.rpartition("::/")  # in fsspec's own chains (`zip::s3://`) a protocol follows `::`
     if separator:
@@ -170,8 +184,8 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
         info = head(store, name)
         if info is not None:
             return Listing(store, redact(f"{store.url}/{name}"), (info,), folder=False)
-    store = open_store(text, options)
-    files = _list(store)
+    store = _store(text, options)
+    files = _list(store, options)
     if not files:
         raise SourceError(f"nothing exists at {store.url}", "check the path, and the bucket's name")
     return Listing(store, store.url, files, folder=True)
@@ -205,7 +219,7 @@ def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
     for name in expand_braces(pattern):
         if _is_glob(name):
             if listed is None:
-                listed = _list(store, partial(_may_match, list(filter(_is_glob, expand_braces(pattern)))))
+                listed = _list(store, options, partial(_may_match, list(filter(_is_glob, expand_braces(pattern)))))
             matching = [info for info in listed if _matches(info.path, name)]
         else:
             matching = list(filter(None, [head(store, name)]))
@@ -217,13 +231,19 @@ def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
 
 
 def _open(parent: str, text: str, options: Mapping[str, Any]) -> Store:
-    return open_store(parent or ("/" if text.startswith("/") else "."), options)
+    return _store(parent or ("/" if text.startswith("/") else "."), options)
 
 
-def _list(store: Store, matches: Callable[[str], bool] = lambda _: True) -> tuple[ObjectInfo, ...]:
-    root = local_path(store)
+def _store(url: str, options: Mapping[str, Any]) -> Store:
+    return open_store(url, {name: value for name, value in options.items() if name != FOLLOW})
+
+
+def _list(
+    store: Store, options: Mapping[str, Any], matches: Callable[[str], bool] = lambda _: True
+) -> tuple[ObjectInfo, ...]:
+    root, follow = local_path(store), bool(options.get(FOLLOW))
     try:
-        return tuple(sorted(store.list() if root is None else walk_files(root, matches)))
+        return tuple(sorted(store.list() if root is None else walk_files(root, matches, follow=follow)))
     except NotFoundError:
         return ()
 
