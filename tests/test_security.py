@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import videos
 from datasets import within, write_images
 from faulty import QuietHandler, serving
 from PIL import Image
 
 import streamloader as sl
-from streamloader.errors import AccessError, DecodeError, SourceError, UsageError
+from streamloader.errors import AccessError, DecodeError, FieldError, SourceError, UsageError
+from streamloader.format.video import count_frames, index_video
 from streamloader.images.decode import ImageDecoder
 from streamloader.options import MAX_PIXELS
 from streamloader.storage import open_store
@@ -333,3 +335,12 @@ def test_a_web_server_cannot_redirect_to_a_metadata_service():
         for read in (lambda: store.get("a"), lambda: store.read("a", 0, 2)):
             with pytest.raises(AccessError, match=r"redirects to another host, 'http://169.254.169.254"):
                 read()
+
+
+@pytest.mark.parametrize("kind", ["h264", "hevc", "vp9"])
+def test_frames_of_a_video_have_the_limit_of_images(kind, monkeypatch):
+    data = videos.encode(kind, frames=4)
+    assert count_frames(data) == 4
+    monkeypatch.setattr("streamloader.format.video.MAX_PIXELS", 100)
+    with pytest.raises(FieldError, match="no video that can be read"):
+        index_video("clip", data, 0)

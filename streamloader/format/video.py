@@ -22,6 +22,7 @@ from streamloader.errors import FieldError, FormatError
 from streamloader.format.codecs import Column
 from streamloader.format.keyframes import find_entries
 from streamloader.format.manifest import Field
+from streamloader.options import MAX_PIXELS
 from streamloader.storage.optional import need
 
 Ints = NDArray[np.int64]
@@ -258,7 +259,7 @@ def decode_frames(
     av = need("av")
     context = av.CodecContext.create(_DECODERS.get(header["codec"], header["codec"]), "r")
     context.thread_count = 1  # clips are decoded in as many threads or processes as there are cores
-    _keep_reordered(context)
+    _set_options(context)
     if header["extradata"]:
         context.extradata = bytes.fromhex(header["extradata"])
     for name in _TRAITS:
@@ -284,15 +285,15 @@ def decode_frames(
         raise ValueError(f"{len(left)} of {len(wanted)} frames are not decoded")
 
 
-def _keep_reordered(context: Any) -> None:
-    """Make a decoder of H.264 show all frames also of a stream that has no limit of reordering."""
-    if context.name == "h264":
-        context.options = {"strict": "strict"}
+def _set_options(context: Any) -> None:
+    """Limit the pixels of a frame; a decoder of H.264 shows all frames also of a stream without limit of reordering."""
+    strict = {"strict": "strict"} if context.name == "h264" else {}
+    context.options = {"max_pixels": str(MAX_PIXELS), **strict}
 
 
 def _decode_all(container: Any) -> Iterator[Any]:
     """Return the frames of the first video stream of a container."""
-    _keep_reordered(container.streams.video[0].codec_context)
+    _set_options(container.streams.video[0].codec_context)
     frames: Iterator[Any] = container.decode(video=0)
     return frames
 
