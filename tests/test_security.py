@@ -55,6 +55,7 @@ ALLOWED = {
     ("conversion/sources/objects.py", "", "pickle"): "sends the user's own object to our workers, through a pipe",
     ("storage/process.py", "lock_name", "listens"): "an abstract Unix name, which serves as a lock; nothing listens",
     ("storage/generic.py", "HttpClient.__init__", "listens"): "inspect's Signature.bind",
+    ("testing/proxy.py", "_Server.start", "listens"): "the tests' proxy, on loopback unless its user names an address",
     ("storage/s3_http.py", "_tls_context", "trusts every certificate"): "the user's verify=False",
 }
 
