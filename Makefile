@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-device clean test-integrations test-long test-horovod fuzz soak
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -136,6 +136,9 @@ bench-convert: $(STAMP)
 
 bench-cores: $(STAMP)
 	$(BIN)/python -m bench.cores
+
+bench-cache: $(STAMP)
+	$(BIN)/python -m bench.cache
 
 bench-device: $(STAMP)
 	$(BIN)/python -m bench.device

@@ -1,8 +1,8 @@
 """The project itself, with its default settings for every workload, but for lanes: the data of the bench is small, and
 all lanes together must hold a quarter of it at most. Runs in the project's own environment.
 
-`spec.extra` may name `memory` and `num_workers`, arguments of `StreamingDataset`, and `batches` (stop an epoch after so
-many).
+`spec.extra` may name `memory` and `num_workers`, arguments of `StreamingDataset`, `batches` (stop an epoch after so
+many), and `cache_bytes`, the limit of a cache on local disk.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def order(spec: Spec) -> None:
 def open_dataset(spec: Spec, shuffle: sl.Shuffle | bool | None = None) -> StreamingDataset:
     """Return the dataset: one rank unless `extra` says otherwise, no DataLoader workers."""
     kinds: dict[str, Any] = {name: spec.extra[name] for name in ("memory", "num_workers") if name in spec.extra}
+    if "cache_bytes" in spec.extra:
+        kinds["cache"] = sl.Cache(spec.cache, limit=spec.extra["cache_bytes"], free=0)
     if spec.workload == "jpeg":
         kinds["decode"] = crop(spec.variant)
     if spec.variant == "packed":

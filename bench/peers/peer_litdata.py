@@ -135,6 +135,7 @@ def loader(spec: Spec, drop_last: bool | None = None) -> litdata.StreamingDataLo
     dataset = litdata.StreamingDataset(
         remote(spec),
         cache_dir=spec.cache,
+        **({"max_cache_size": spec.extra["cache_bytes"]} if "cache_bytes" in spec.extra else {}),
         shuffle=True,
         seed=spec.seed,
         drop_last=drop_last,

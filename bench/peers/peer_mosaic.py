@@ -114,6 +114,8 @@ def dataset(spec: Spec) -> StreamingDataset:
         "shuffle": True,
         "shuffle_seed": spec.seed,
     }
+    if "cache_bytes" in spec.extra:
+        options["cache_limit"] = spec.extra["cache_bytes"]
     if spec.variant != "plain":
         source = Source(spec.source)
         most = int(HELD * len(source.packed_rows() if spec.variant == "packed" else source))
