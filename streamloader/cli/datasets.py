@@ -1,10 +1,11 @@
-"""The commands that make, change and inspect datasets, from `streamloader convert` to `rm-incomplete`."""
+"""The commands that make, change and inspect datasets, from `streamloader convert` to `rm-incomplete`, and caches."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -36,6 +37,7 @@ FORMATS = ("webdataset", "parquet", "npz", "zarr")
 BAD_SHOWN = 10  # skipped samples that are named
 PROBLEMS_SHOWN = 1000  # of a verification
 PATHS_SHOWN = 5  # objects to remove that are named
+DIGEST_SHOWN = 12  # characters
 VALUE_SHOWN = 60  # characters of a text value
 MOST_LENGTHS = 10_000_000  # samples whose lengths `inspect` reads: about 20 MB
 transform_options = several(  # those that `convert` and `append` share
@@ -414,6 +416,40 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
     yield from (f"  {info.path}, {show_bytes(info.size)}" for info in incomplete.objects[:PATHS_SHOWN])
     if len(incomplete.objects) > PATHS_SHOWN:
         yield f"  ... and {len(incomplete.objects) - PATHS_SHOWN} more"
+
+
+@click.command()
+@click.argument("path")
+@option("--clear", metavar="DIGEST|all", help="Delete the dataset whose digest begins so, or the cache.")
+@shared.json_option
+def cache(*, path: str, clear: str | None, as_json: bool) -> None:
+    """List the datasets in the cache at PATH, the path of sl.Cache, or clear it.
+
+    Loaders that read through it go on, with requests to their store. Nothing is deleted but what a cache has written.
+    """
+    from streamloader.storage import cache as caches
+
+    if clear is not None:
+        count, size = caches.clear(path, "" if clear == "all" else clear)
+        report = {"removed": count, "bytes": size}
+        click.echo(json.dumps(report) if as_json else f"removed {counted(count, 'range')}, {show_bytes(size)}")
+        return
+    found = caches.entries(path)
+    if as_json:
+        click.echo(json.dumps([entry._asdict() for entry in found], indent=2))
+    elif not found:
+        click.echo("the cache is empty")
+    else:
+        rows = [
+            (each.digest[:DIGEST_SHOWN], each.url, f"{each.ranges:,}", show_bytes(each.bytes), _when(each.last_read))
+            for each in found
+        ]
+        print_table(("digest", "dataset", "ranges", "bytes", "last read"), rows, ("ranges", "bytes"))
+
+
+def _when(seconds: float) -> str:
+    """Format a time in seconds since 1970, in local time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
 @click.command()

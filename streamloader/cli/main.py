@@ -8,6 +8,7 @@ import click
 from streamloader import __version__
 from streamloader.cli.datasets import (
     append,
+    cache,
     convert,
     delete,
     diff,
@@ -40,7 +41,7 @@ def cli() -> None:
     """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
-_DATASETS = convert, append, delete, lengths, log, diff, inspect, verify, export, rm_incomplete
+_DATASETS = convert, append, delete, lengths, log, diff, inspect, verify, export, rm_incomplete, cache
 for _command in (*_DATASETS, plan, bench, stats, demo):
     cli.add_command(_command)
 

@@ -32,7 +32,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -45,6 +45,7 @@ from weakref import finalize
 import crc32c
 import numpy as np
 
+from streamloader.errors import UsageError
 from streamloader.options import Cache
 from streamloader.storage.buffers import (
     RECEIVER,
@@ -58,6 +59,7 @@ from streamloader.storage.buffers import (
     buffers_of,
 )
 from streamloader.storage.process import PerProcess, close_locked, open_to_lock
+from streamloader.storage.url import redact
 
 FOLDER = "streamloader-cache"
 MARKER, DATASET, TEMPORARY, STATE, EVICTING, FETCHING = (
@@ -71,6 +73,7 @@ SLACK = 50  # an eviction makes room for this part of the limit, if ranges are s
 WAIT_SECONDS = 10.0  # for another process that fetches the range
 LOCK_SECONDS = 0.5  # for the counters, and for the process that evicts
 IDLE_SECONDS = 3600.0  # without a read, after which a dataset is dropped before others
+CREATIONS = 8  # of a file that is being evicted before it is locked
 TOUCH_SECONDS = 1.0  # between two times that a reader writes
 REOPEN_SECONDS = 60.0  # until a folder that could not be used is tried again
 
@@ -191,7 +194,9 @@ class _Stored(NamedTuple):
     size: int
 
 
-_IDLE, _PAST = 4e9, 3e9  # orders: of datasets that nobody reads, and of ranges whose use has passed; others: distances
+# Orders of ranges: of datasets that nobody reads; whose use has passed; whose use is unknown; that are
+# resident. Those of others are the epochs until they are used, 0 for a use that is late.
+_IDLE, _PAST, _UNKNOWN_USE, _LAST = 4e9, 3e9, 2e9, -1.0
 
 
 @dataclass(frozen=True)
@@ -207,9 +212,11 @@ class _Times:
         if self.idle:
             order = _IDLE
         elif next_use == RESIDENT:
-            order = RESIDENT
+            order = _LAST
+        elif next_use == inf:
+            order = _UNKNOWN_USE
         else:
-            order = _PAST if next_use < floor(self.now) else max(0.0, min(next_use, LATEST / DAY) - self.now)
+            order = _PAST if next_use < floor(self.now) else max(0.0, next_use - self.now)
         return _Stored(order, accessed / 1e9, disk_bytes(size))
 
 
@@ -238,8 +245,7 @@ class _Folder:
         if os.fstat(self.root).st_uid != os.geteuid():
             raise PermissionError(errno.EACCES, "the folder belongs to another user")
         flags = os.O_RDWR | _NO_FOLLOW
-        with os.scandir(self.root) as entries:  # before the marker is opened, which others make first
-            flags |= 0 if any(entries) else os.O_CREAT
+        flags |= 0 if _names(self.root) else os.O_CREAT  # before the marker is opened, which others make first
         try:
             descriptor = os.open(MARKER, flags, 0o600, dir_fd=self.root)
         except FileNotFoundError:
@@ -299,9 +305,10 @@ class _Folder:
             counters.added += size
         return True
 
-    def release(self, size: int) -> None:
-        """Subtract bytes that are not in use any more."""
-        with self.counters() as counters:
+    def remove(self, name: str, folder: int, size: int) -> None:
+        """Delete a file with `size` bytes in use, at once for who counts them: an eviction may be under way."""
+        with self.counters() as counters, suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
             if counters.used < _UNKNOWN:
                 counters.used -= size
 
@@ -398,9 +405,7 @@ def _ranges(folder: int) -> Iterator[tuple[str, os.stat_result]]:
 
 def _datasets(root: int) -> Iterator[tuple[str, int]]:
     """Yield the digest of each dataset in a cache with a descriptor of its folder, which is closed after that."""
-    with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries)
-    for name in names:
+    for name in _names(root):
         if _DIGEST.fullmatch(name):
             with suppress(NotADirectoryError, FileNotFoundError):
                 folder = os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)
@@ -430,13 +435,14 @@ def _evict(folder: _Folder, unfinished: str, wanted: _Stored) -> tuple[int, bool
             scan.add(os.dup(dataset), _times(dataset))
             opened.callback(os.close, scan.folders[-1])
         left += scan.bytes
-        freed, needed = 0, left + wanted.size - folder.allowed(left)
+        allowed = folder.allowed(left)
+        freed, needed, slack = 0, left + wanted.size - allowed, max(0, allowed) // SLACK
         if needed <= 0:
             return left, True
         fits = True
         candidates = merge(scan.in_order(), [(_NO_FOLDER, "", wanted)], key=lambda each: (-each[2].order, each[2].read))
         for dataset, name, stored in candidates:
-            if freed >= needed and freed + stored.size > needed + folder.limit // SLACK:
+            if freed >= needed and freed + stored.size > needed + slack:
                 break
             if dataset == _NO_FOLDER:
                 fits = False
@@ -463,16 +469,26 @@ class _Unfinished:
     def __init__(self, folder: _Folder, key: _Key, wanted: _Stored) -> None:
         self._folder, self._key, self._reserved, self._stays = folder, key, 0, False
         self._name = f"{key.name}.{wanted.size}.{os.urandom(8).hex()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
-        self._descriptor = open_to_lock(self._name, flags, folder.temporary)
+        self._descriptor = self._create()
         try:
-            self.kept = _try_lock(self._descriptor) and (
-                folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
-            )
+            self.kept = folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
             self._reserved = wanted.size if self.kept else 0
         except BaseException:
             self.close()
             raise
+
+    def _create(self) -> int:
+        """Return the descriptor of the file, locked."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
+        for _ in range(CREATIONS):
+            descriptor = open_to_lock(self._name, flags, self._folder.temporary)
+            # an eviction may have found it unlocked, and deleted it
+            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+                return descriptor
+            close_locked(descriptor)
+            with suppress(FileNotFoundError):
+                os.unlink(self._name, dir_fd=self._folder.temporary)
+        raise BlockingIOError(errno.EAGAIN, "the folder is evicted all the time")
 
     def finish(self, body: Buffer, dataset: int, use: Use) -> None:
         """Write the range, and move it to the folder of its dataset."""
@@ -485,20 +501,18 @@ class _Unfinished:
             if not stat.S_ISREG(status.st_mode) or not use.fresh:
                 return  # not ours, or another process was sooner
             _discard(self._folder, dataset, self._key)
-        os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
-        self._stays = True
-        if surplus := self._reserved - disk_bytes(sum(map(len, parts))):  # the object ended before the range did
-            with self._folder.counters() as counters:
+        surplus = self._reserved - disk_bytes(sum(map(len, parts)))  # the object ended before the range did
+        with self._folder.counters() if surplus else nullcontext() as counters:  # at once, as in `remove`
+            os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
+            self._stays = True
+            if counters is not None and counters.used < _UNKNOWN:
                 counters.used -= surplus
 
     def close(self) -> None:
         """Remove the file unless it is finished."""
         try:
             if not self._stays:
-                with suppress(FileNotFoundError):
-                    os.unlink(self._name, dir_fd=self._folder.temporary)
-                if self._reserved:
-                    self._folder.release(self._reserved)
+                self._folder.remove(self._name, self._folder.temporary, self._reserved)
         finally:
             close_locked(self._descriptor)
 
@@ -508,8 +522,7 @@ def _discard(folder: _Folder, dataset: int, key: _Key) -> None:
     with suppress(FileNotFoundError):
         status = os.stat(key.name, dir_fd=dataset, follow_symlinks=False)
         if stat.S_ISREG(status.st_mode):
-            os.unlink(key.name, dir_fd=dataset)
-            folder.release(disk_bytes(min(status.st_size, key.file_size)))
+            folder.remove(key.name, dataset, disk_bytes(min(status.st_size, key.file_size)))
 
 
 @dataclass(frozen=True)
@@ -529,7 +542,7 @@ class RangeCache:
 
     def __init__(self, options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS) -> None:
         self._arguments = options, digest, url, wait_seconds
-        self._options, self._url, self._wait_seconds = options, url, wait_seconds
+        self._options, self._url, self._wait_seconds = options, redact(url), wait_seconds
         self._digest = digest if _DIGEST.fullmatch(digest) else blake2b(digest.encode(), digest_size=32).hexdigest()
         self._opened: PerProcess[_Opened] = PerProcess()
         self._retry_at = self._touched = 0.0
@@ -559,16 +572,22 @@ class RangeCache:
         key = _key(self._digest, path, start, stop)
         self._touch(opened, use)
         body = None if use.fresh else self._lookup(opened, key, receiver, use)
+        return self._fetch(opened, key, fetch, receiver, use) if body is None else (body, True)
+
+    def _fetch(
+        self, opened: _Opened, key: _Key, fetch: Callable[[], Buffer], receiver: Receiver, use: Use
+    ) -> tuple[Buffer, bool]:
+        """Return what `fetch` returns, and False, after storing it; or what another process has fetched and stored."""
         with ExitStack() as turn:
-            if body is None and use.wait and not use.fresh:
+            if use.wait and not use.fresh:
                 body = self._wait(turn, opened, key, receiver, use)
-            if body is not None:
-                return body, True
+                if body is not None:
+                    return body, True
             with self._storing(opened, key, use) as unfinished:
-                if unfinished is None or not unfinished.kept:
+                if unfinished is None:
                     turn.close()  # it will not be stored: nobody needs to wait for it
                 body = fetch()
-                if unfinished is not None and unfinished.kept and 0 < body_bytes(body) <= key.size:
+                if unfinished is not None and 0 < body_bytes(body) <= key.size:
                     with self._counting("write"):
                         unfinished.finish(body, opened.dataset, use)
         return body, False
@@ -634,22 +653,27 @@ class RangeCache:
 
     def _lookup(self, opened: _Opened, key: _Key, receiver: Receiver, use: Use) -> Buffer | None:
         """Return the bytes of a range from the cache, None if it has them not, or damaged ones."""
+        try:
+            descriptor = os.open(key.name, os.O_RDONLY | _NO_FOLLOW, dir_fd=opened.dataset)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._note("read", error)
+            return None
         body = None
-        with self._counting("read"), ExitStack() as closing:
-            try:
-                descriptor = os.open(key.name, os.O_RDONLY | _NO_FOLLOW, dir_fd=opened.dataset)
-            except FileNotFoundError:
-                return None
-            closing.callback(os.close, descriptor)
+        try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            body = _read(descriptor, status.st_size, key, receiver)
-            if body is None:
-                _discard(opened.folder, opened.dataset, key)
-                return None
-            modified = status.st_mtime_ns if use.next_use == inf else time_of_use(use.next_use)
-            os.utime(descriptor, ns=(time.time_ns(), modified))
+            if stat.S_ISREG(status.st_mode):
+                body = _read(descriptor, status.st_size, key, receiver)
+                if body is None:
+                    _discard(opened.folder, opened.dataset, key)
+                else:
+                    modified = status.st_mtime_ns if use.next_use == inf else time_of_use(use.next_use)
+                    os.utime(descriptor, ns=(time.time_ns(), modified))
+        except OSError as error:
+            self._note("read", error)
+        finally:
+            os.close(descriptor)
         return body
 
     def _wait(self, turn: ExitStack, opened: _Opened, key: _Key, receiver: Receiver, use: Use) -> Buffer | None:
@@ -677,11 +701,10 @@ class RangeCache:
         """Yield the file for a range, with room for it, or None; it is removed unless it is finished."""
         unfinished = None
         with self._counting("write"):
-            size = disk_bytes(key.file_size)
-            order = RESIDENT if use.next_use == RESIDENT else min(use.next_use, LATEST / DAY) - use.now
-            unfinished = _Unfinished(opened.folder, key, _Stored(order, time.time(), size))
+            wanted = _times(opened.dataset).stored(time_of_use(use.next_use), time.time_ns(), key.file_size)
+            unfinished = _Unfinished(opened.folder, key, wanted)
         try:
-            yield unfinished
+            yield unfinished if unfinished is not None and unfinished.kept else None
         finally:
             if unfinished is not None:
                 with self._counting("write"):
@@ -738,3 +761,94 @@ def _reset(dataset: int, modified: int) -> None:
         if use_of_time(status.st_mtime_ns) != RESIDENT:
             with suppress(FileNotFoundError):
                 os.utime(name, ns=(status.st_atime_ns, modified), dir_fd=dataset, follow_symlinks=False)
+
+
+class CachedDataset(NamedTuple):
+    """What a cache has of a dataset. `last_read`: seconds since 1970; `bytes`: on disk; `url`: "" if unknown."""
+
+    digest: str
+    url: str
+    ranges: int
+    bytes: int
+    last_read: float
+
+
+def entries(path: str | os.PathLike[str]) -> list[CachedDataset]:
+    """Return the datasets in the cache of `sl.Cache(path)`, sorted by digest. Raises `UsageError` if there is none."""
+    found = []
+    with _existing(path) as folder:
+        for digest, dataset in _datasets(folder.root):
+            ranges = [status for _, status in _ranges(dataset)]
+            size = sum(disk_bytes(status.st_size) for status in ranges)
+            read = [status.st_atime for status in ranges]
+            with suppress(FileNotFoundError):
+                descriptor = os.open(DATASET, os.O_RDONLY | _NO_FOLLOW, dir_fd=dataset)
+                url = str(_parse(_contents(descriptor)).get("url", ""))
+                found.append(CachedDataset(digest, url, len(ranges), size, max(read, default=0.0)))
+    return found
+
+
+def clear(path: str | os.PathLike[str], digest: str = "") -> tuple[int, int]:
+    """Delete the ranges of the datasets whose digest begins with `digest`; by default the cache, even if it is in use.
+
+    Return the number of ranges, and their bytes. What is not of the cache stays. Raises `UsageError` if there is no
+    cache, or no such dataset.
+    """
+    count = size = 0
+    with _existing(path) as folder:
+        chosen = [name for name, _ in _datasets(folder.root) if name.startswith(digest)]
+        if digest and not chosen:
+            problem = f"the cache in {os.fspath(path)} has no dataset whose digest begins with {digest!r}"
+            raise UsageError(problem, "streamloader cache PATH lists what it has")
+        for name, dataset in _datasets(folder.root):
+            if name in chosen:
+                for file, status in [*_ranges(dataset), (DATASET, None)]:
+                    with suppress(FileNotFoundError):
+                        os.unlink(file, dir_fd=dataset)
+                        count += status is not None
+                        size += disk_bytes(status.st_size) if status else 0
+                _remove_folder(name, folder.root)
+        with suppress(FileNotFoundError):
+            os.unlink(STATE, dir_fd=folder.root)  # the next writer counts what is left
+        if not digest:
+            folder.unfinished_bytes("")
+            _remove_folder(TEMPORARY, folder.root)
+            for name in (EVICTING, FETCHING):
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder.root)
+            if not set(_names(folder.root)) - {MARKER}:
+                os.unlink(MARKER, dir_fd=folder.root)
+                _remove_folder(str(Path(path, FOLDER)), None)
+    return count, size
+
+
+@contextmanager
+def _existing(path: str | os.PathLike[str]) -> Iterator[_Folder]:
+    """Yield the folder of a cache that is there. Raises `UsageError` for errors of the disk."""
+    options = Cache(path)
+    try:
+        if not Path(options.path, FOLDER).is_dir():
+            raise UsageError(f"{options.path} has no cache", "give the path of sl.Cache(path)")
+        yield _Folder(options)
+    except OSError as error:
+        where = Path(options.path, FOLDER)
+        raise UsageError(f"{where}: {error.strerror or error}", "give the path of a cache of yours") from error
+
+
+def _contents(descriptor: int) -> bytes:
+    """Return what a small file has, and close it."""
+    try:
+        return os.pread(descriptor, 1 << 16, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_folder(name: str, parent: int | None) -> None:
+    """Remove a folder unless something is in it."""
+    with suppress(OSError):
+        os.rmdir(name, dir_fd=parent)
+
+
+def _names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries)
