@@ -356,7 +356,7 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
         assert begun.wait(300)
         with fetcher._changed:
             late = Attempt(next(iter(fetcher._pieces)), 1, Request(0.0, 0.0))
-            late.piece.requests += 1
+            late.piece.requests.add(1)
             fetcher._busy += 1
         resume.set()
         assert fetcher.wait(0) is None
@@ -364,5 +364,5 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot(monkeyp
         memory.reserve(BlockRef(1, 4, 8))
         slot = memory.claim(1)
         late.memory[:] = [memoryview(bytearray(1 << 20))]
-        fetcher._received(late, (1 << 20, 1.0), None)
+        fetcher._received(late, (1 << 20, 1.0, False), None)
         assert all(regions._blocks[slot] is None for regions in memory.residences.values())

@@ -128,3 +128,14 @@ def test_memory_is_writable():
     ledger.grant()
     np.frombuffer(future.result(), np.uint8)[:] = 7
     assert bytes(future.result()) == b"\7" * 5
+
+
+def test_memory_is_counted_before_the_thread_that_waits_for_it_continues():
+    ledger, _ = new_ledger()
+    ledger.open(0, 0)
+    seen: list[tuple[int, bool]] = []
+    future = ledger.reserve(MIB, 0, lambda: None, lambda memory: seen.append((len(memory or b""), future.done())))
+    failed = ledger.reserve(MIB, 0, lambda: EngineError("closed"), lambda memory: seen.append((memory is None, False)))
+    ledger.grant()
+    assert seen == [(MIB, False), (True, False)]
+    assert future.done() and isinstance(failed.exception(), EngineError)

@@ -83,7 +83,7 @@ class Engine:
         transform, collate = (each and partial(each) for each in (config.transform, config.collate))
         self._config = replace(config, transform=transform, collate=collate)
         self._resident: dict[str, Rows] = {}
-        self._closed = self._runtime.event()  # ends the reads of `start`
+        self._closed = self._runtime.event()  # ends `start`
         # kept, so that the next pass starts at full speed
         self._pace, self._hedging = Pace(FIRST, clock=self._runtime.clock), Hedging()
         retriers = [store.retries for dataset in datasets for store in dataset.stores]
@@ -95,12 +95,13 @@ class Engine:
         """Start a pass over an epoch from `position` on, and return its pipeline.
 
         `seed` keys the random numbers of crops and transforms, with epoch and position. Plans have `steps_at_once`
-        steps. Raises `MemoryBudgetError` before any sample is read.
+        steps. Raises `MemoryBudgetError` before any sample is read, and `EngineError` if another thread closes.
         """
+        closed = self._closed = self._runtime.event()
         core, following = self.core, (share.at_epoch(share.epoch + 1), 0, seed, steps_at_once)
-        ahead = core is not None and core.endless and core.passes == self._begun
-        if ahead and self._upcoming == (share, position, seed, steps_at_once):
-            return self._next_pass(following)
+        asked = share, position, seed, steps_at_once
+        if core is not None and core.endless and core.passes == self._begun and self._upcoming == asked:
+            return self._next_pass(core, following)
         # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
         endless = core is not None and core.passes > 0
         self._end()
@@ -138,19 +139,21 @@ class Engine:
         self._begun = 0
         threads.run(core.run)
         threads.run(planner.run)
-        return self._next_pass(following)
+        if closed.is_set():  # perhaps before there was what ends these threads
+            self.close()
+            raise PassEndedError
+        return self._next_pass(core, following)
 
-    def _next_pass(self, following: tuple[Any, ...]) -> Pipeline:
-        assert self.core is not None
+    def _next_pass(self, core: Assembler, following: tuple[Any, ...]) -> Pipeline:
         assert self._end_threads is not None
         self._begun += 1
         self._upcoming = following
-        return Pipeline(self, self.core, self._end_threads)
+        return Pipeline(self, core, self._end_threads)
 
     def close(self) -> None:
         """End the threads of the last pass and of a pass that is loaded ahead, and free their memory.
 
-        A thread that waits for the store in `start` gets an `EngineError`.
+        A thread that is in `start` gets an `EngineError`.
         """
         self._closed.set()
         self.core = None
@@ -161,7 +164,6 @@ class Engine:
             self._end_threads()
 
     def _load_resident(self, names: Sequence[str]) -> None:
-        self._closed = self._runtime.event()
         sleep = sleeper(self._closed)
         for name in names:
             if name not in self._resident:

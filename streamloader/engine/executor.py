@@ -324,7 +324,7 @@ class Calls:
         self.on_error, self._on_death, self._here = on_error, on_death, here
         self._jobs: deque[Job] = deque()
         self._idle: deque[_Channel] = deque()
-        self._busy: set[_Channel] = set()
+        self._busy: dict[_Channel, None] = {}
         self._opened = 0  # channels
         self._closed = False
         self._changed = runtime.condition()  # reentrant: a finalizer may close in a thread that has it
@@ -346,7 +346,7 @@ class Calls:
             else:
                 self._jobs.append(job)
                 return
-            self._busy.add(channel)
+            self._busy[channel] = None
         channel.begin(job)
 
     def ended(self, channel: _Channel) -> None:
@@ -354,7 +354,7 @@ class Calls:
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
             if job is None:
-                self._busy.discard(channel)
+                self._busy.pop(channel, None)
                 self._changed.notify_all()
                 if not self._closed:
                     self._idle.append(channel)
@@ -366,7 +366,7 @@ class Calls:
     def lost(self, channel: _Channel, job: Job | None) -> None:
         """Replace the worker of a channel that has ended, and run its job again, if it had one."""
         with self._changed:
-            self._busy.discard(channel)
+            self._busy.pop(channel, None)
             self._changed.notify_all()
             with suppress(ValueError):
                 self._idle.remove(channel)

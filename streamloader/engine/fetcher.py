@@ -84,15 +84,15 @@ class LoadingBlock:
 class Piece:
     """A run of a block that is loading: request number 0, and `hedges` more.
 
-    `requests`: the number that are in flight or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest
-    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded into the
-    slot. `finished`: it is in its slot, or has failed.
+    `requests`: the numbers of those that are in flight or wait for a thread, the lowest of which is retried. `fresh`:
+    none was sent yet. `sent`: when the latest was sent, or `NEVER` if none can be late. `writer`: the number of the
+    request whose body is being decoded into the slot. `finished`: it is in its slot, or has failed.
     """
 
     block: LoadingBlock
     field: FieldReader | RegionReader
     run: Any
-    requests: int = 1
+    requests: set[int]
     hedges: int = 0
     fresh: bool = True
     sent: float = NEVER
@@ -108,7 +108,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A request of a piece, with its number. Hedges are not retried.
+    """A request of a piece, with its number.
 
     `memory`: of its body, and of what was decoded. `unpacked`: the decoded bytes, which the ledger counts.
     `damaged`: how often the body was.
@@ -178,7 +178,7 @@ class Fetcher:
         self.pace, self._hedging = limits
         self.pace.allow(budget.threads)
         self._blocks: dict[int, LoadingBlock] = {}
-        self._pieces: set[Piece] = set()
+        self._pieces: dict[Piece, None] = {}  # in the order of their blocks
         self._changed = runtime.condition()
         # not in flight yet: those of earlier blocks first, since later ones may wait for memory that these free
         self._pending: list[tuple[int, int, Callable[[], object]]] = []
@@ -436,9 +436,9 @@ class Fetcher:
 
     def _add_pieces(self, block: LoadingBlock, name: str, runs: Sequence[Any]) -> None:
         """Divide a field of a block into pieces, and queue them. Requires the lock."""
-        pieces = [Piece(block, block.dataset.readers[name], run) for run in runs]
+        pieces = [Piece(block, block.dataset.readers[name], run, {0}) for run in runs]
         block.left += len(pieces) - 1
-        self._pieces.update(pieces)
+        self._pieces |= dict.fromkeys(pieces)
         if not self._closed.is_set():
             self._queue(block.ref.ticket, (partial(self._load_piece, piece, 0) for piece in pieces))
 
@@ -447,7 +447,8 @@ class Fetcher:
 
     def _send(self, attempt: Attempt) -> None:
         """Send a request, unless it is not needed any more; in an outage later."""
-        piece, seconds = attempt.piece, 0.0 if attempt.number else attempt.piece.retries.wait()
+        piece, hedge = attempt.piece, attempt.number and not attempt.request.attempts
+        seconds = 0.0 if hedge else piece.retries.wait()
         if piece.finished or self._closed.is_set():
             self._end(attempt, PassEndedError())
         elif seconds:
@@ -577,8 +578,7 @@ class Fetcher:
         if cached:  # which says nothing about the store
             self._counters.add(cache_hits=1, cache_bytes=count)
             return
-        if not attempt.number:
-            piece.retries.succeeded()
+        piece.retries.succeeded()
         piece.sent = NEVER
         self._hedging.completed(count, seconds)
         self.pace.completed(count, seconds, bool(self._pending))
@@ -593,8 +593,13 @@ class Fetcher:
             late = isinstance(error.__cause__, TimeoutError) and usual > SLOW_SECONDS
             if late or isinstance(error, ThrottledError):
                 self.pace.throttled()
-        if attempt.number or not isinstance(error, StorageError):  # a hedge, or damaged bytes
+        if not isinstance(error, StorageError):  # damaged bytes
             self._end(attempt, error)
+            return
+        with self._changed:
+            hedge = attempt.number > min(piece.requests)
+        if hedge:  # an earlier request goes on
+            self._end(attempt, PassEndedError())
             return
         try:
             seconds = piece.retries.failed(attempt.request, error)
@@ -643,17 +648,16 @@ class Fetcher:
 
         with self._changed:
             self._in_flight -= 1  # a later piece that waits here must not delay the request of an earlier one
-            granted = self.ledger.reserve(size, piece.block.ref.ticket, ended)
-            granted.add_done_callback(partial(self._reserved, attempt, size))
+            granted = self.ledger.reserve(size, piece.block.ref.ticket, ended, partial(self._reserved, attempt))
             self.ledger.grant()
             self._dispatch()
         return granted
 
-    def _reserved(self, attempt: Attempt, size: int, granted: Future[memoryview]) -> None:
+    def _reserved(self, attempt: Attempt, memory: memoryview | None) -> None:
         self._in_flight += 1
-        if granted.exception() is None:
-            attempt.memory.append(granted.result())
-            attempt.unpacked += size
+        if memory is not None:
+            attempt.memory.append(memory)
+            attempt.unpacked += memory.nbytes
 
     def _forget_decoded(self, attempt: Attempt) -> None:
         """Count the decoded bytes of a request no more: they are counted as the slot's, or dropped."""
@@ -666,8 +670,7 @@ class Fetcher:
         Damaged bytes are requested again.
         """
         piece, loaded, problem = attempt.piece, error is None, None
-        if not attempt.number:
-            piece.retries.ended(attempt.request)
+        piece.retries.ended(attempt.request)
         with self._changed:
             self._forget_decoded(attempt)
             if piece.writer == attempt.number:
@@ -687,12 +690,12 @@ class Fetcher:
         bad: StreamloaderError | None = None
         with self._changed:
             self._busy -= 1
-            piece.requests -= 1
+            piece.requests.remove(attempt.number)
             if not piece.finished:
                 piece.error = piece.error or problem
                 if loaded or not piece.requests:
                     piece.finished = True
-                    self._pieces.remove(piece)
+                    del self._pieces[piece]
                     self._in_flight -= 1
                     last = None if loaded else piece.error
                     piece.error = None  # its traceback may hold the piece
@@ -749,8 +752,8 @@ class Fetcher:
             if not self._hedging.withdraw():
                 break
             piece.sent = NEVER
-            piece.requests += 1
             piece.hedges += 1
+            piece.requests.add(piece.hedges)
             self._hedges.append(partial(self._load_piece, piece, piece.hedges))
         self._dispatch()
 

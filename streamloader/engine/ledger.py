@@ -30,7 +30,7 @@ class Ledger:
         self._held: dict[int, int] = {}  # bytes of a block, by ticket
         self._loading: dict[int, int] = {}  # further bytes that are expected of a block that is loading, by ticket
         self._used: dict[int, int] = {}  # the part of `needed` of a block, by ticket
-        self._waiting: list[tuple[int, int, int, Callable[[], Exception | None], Future[memoryview]]] = []  # a heap
+        self._waiting: list[tuple[int, int, int, Callable[[], Exception | None], Any, Future[memoryview]]] = []  # heap
         self._numbers = count()
         self._awaited = -1  # the ticket that a batch waits for
 
@@ -90,20 +90,27 @@ class Ledger:
         blocks = sum(max(held, self._loading.get(ticket, 0)) for ticket, held in self._held.items())
         return max(blocks, self._bodies.used)
 
-    def reserve(self, size: int, ticket: int, ended: Callable[[], Exception | None]) -> Future[memoryview]:
+    def reserve(
+        self,
+        size: int,
+        ticket: int,
+        ended: Callable[[], Exception | None],
+        on_end: Callable[[memoryview | None], object] = bool,
+    ) -> Future[memoryview]:
         """Return memory of a block, once it fits: blocks ahead get it in their order, an awaited one at once.
 
-        The future's error is that of `ended()`, if it returns one, or a `MemoryBudgetError`.
+        The future's error is that of `ended()`, if it returns one, or a `MemoryBudgetError`. `on_end` is called with
+        the memory, or None after an error, before the thread that waits for the future continues.
         """
         granted: Future[memoryview] = self._future()
-        heappush(self._waiting, (ticket, next(self._numbers), size, ended, granted))
+        heappush(self._waiting, (ticket, next(self._numbers), size, ended, on_end, granted))
         return granted
 
     def grant(self, awaited: int | None = None) -> None:
         """Allocate what was reserved, as far as it fits. `awaited`: the ticket that a batch waits for from now on."""
         self._awaited = self._awaited if awaited is None else awaited
         while self._waiting:
-            ticket, _, size, ended, granted = self._waiting[0]
+            ticket, _, size, ended, on_end, granted = self._waiting[0]
             needed = ticket <= self._awaited
             error: BaseException | None = ended()
             if not (needed or error or self._fits_ahead(ticket, size)):
@@ -111,6 +118,7 @@ class Ledger:
             heappop(self._waiting)
             if error is None:
                 memory, error = self._allocate(ticket, size, check=needed)
+            on_end(memory if error is None else None)
             if error is None:
                 granted.set_result(memory)
             else:
