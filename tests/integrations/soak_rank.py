@@ -4,7 +4,6 @@ soak_rank.py JOB: JOB is JSON with what `main` reads. The rank checks the bytes 
 its log: where the run stands after it, the state there, and the samples of this rank; after each epoch, what it holds.
 """
 
-import inspect
 import json
 import os
 import sys
@@ -22,8 +21,6 @@ def main() -> None:
     """Train until the epoch `until` begins, or until someone kills this rank."""
     job = json.loads(sys.argv[1])
     kind = sl.StreamingDataset if job["torch"] else sl.NumpyDataset
-    cached = "cache" in inspect.signature(sl.NumpyDataset).parameters
-    more = {"cache": sl.Cache(job["cache"], limit=job["limit"], free="100MB")} if cached else {}
     loader = kind(
         job["url"],
         batch_size=8,
@@ -33,7 +30,7 @@ def main() -> None:
         num_workers=job["workers"],
         memory=job["memory"],  # little, so that blocks are read again in each epoch
         storage_options=job["options"],
-        **more,
+        cache=sl.Cache(job["cache"], limit=job["limit"], free="100MB"),
     )
     if job["state"] is not None:
         loader.load_state_dict(job["state"])
@@ -51,9 +48,10 @@ def main() -> None:
 
 def check(batch: dict[str, Any]) -> None:
     """Fail unless every sample is what its number says."""
-    for row, number in enumerate(np.asarray(batch["index"]).tolist()):
-        assert batch["name"][row] == value("name", number), number
-        np.testing.assert_array_equal(np.asarray(batch["x"][row]), value("x", number), str(number))
+    found = np.asarray(batch["index"]).tolist()
+    assert list(batch["name"]) == [value("name", number) for number in found], found
+    wanted = np.stack([value("x", number) for number in found])
+    np.testing.assert_array_equal(np.asarray(batch["x"]), wanted, str(found))
 
 
 def held() -> list[int]:
