@@ -122,14 +122,15 @@ def child(name: str, seconds: float, folder: Path, arguments: list[str]) -> int:
 
 
 def fuzz_all(names: list[str], seconds: float, processes: int, arguments: list[str]) -> int:
-    """Fuzz the targets, each for an equal part of the time; print what was found, and return the number of failures."""
+    """Fuzz the targets, each for an equal part of the time that is left; return how many fail, print what was found."""
     shutil.rmtree(BUILD / "crashes", ignore_errors=True)
-    share, waiting, running, failed = seconds * processes / len(names), list(names), dict[int, str](), 0
+    end, waiting, running, failed = time.monotonic() + seconds, list(names), dict[int, str](), 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as made:
         folder = Path(made)
         try:
             while waiting or running:
                 while waiting and len(running) < processes:
+                    share = (end - time.monotonic()) * processes / len(waiting)  # what kept inputs took is not there
                     name = waiting.pop(0)
                     running[child(name, share, folder, arguments)] = name
                 pid, status = os.wait()

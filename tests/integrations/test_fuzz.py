@@ -19,19 +19,19 @@ from streamloader.order import state
 from streamloader.zarr import calendar, cf
 
 TRIES = 400  # of a planted defect
-SECONDS = 40  # of a minute: the rest is needed to import and instrument everything
+SECONDS = 30  # of a minute: the rest is needed to import and instrument everything
 
 
 @pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="atheris has no wheels for it")
 def test_the_fuzzer_finds_nothing_in_a_minute():
     command = [sys.executable, "-m", "fuzz.run", "--seconds", str(SECONDS)]
     done = subprocess.run(
-        command, env=environment(), cwd=TESTS, capture_output=True, text=True, timeout=500, check=False
+        command, env=environment(), cwd=TESTS, capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     counts = dict(re.findall(r"^(\w+): (\d+) inputs$", done.stdout, re.MULTILINE))
     assert counts.keys() == TARGETS.keys()
-    assert all(int(count) > len(inputs(name)) for name, count in counts.items()), counts
+    assert all(int(count) >= len(inputs(name)) > 0 for name, count in counts.items()), counts
 
 
 def test_every_source_format_has_a_target():
