@@ -31,6 +31,7 @@ from streamloader.errors import EndpointError, NotFoundError
 from streamloader.storage import open_store
 from streamloader.storage.s3 import SIGNATURE_SECONDS, S3Client
 from streamloader.storage.url import parse_location
+from streamloader.testing import Fault, FaultProxy
 
 NOW = datetime.datetime(2026, 11, 23, 1, 2, 3, tzinfo=datetime.UTC)
 KEY = "folder/ü x+y=z~(1)/shard-0.bin"
@@ -348,3 +349,16 @@ def test_no_request_passes_a_stub_of_botocore(monkeypatch):
         assert store.get("large") == body
         with pytest.raises(NotFoundError):
             store.get("nothing")
+
+
+def test_a_replacement_reads_again_what_was_cut_short(moto):
+    """Half of the object is not another object, which would count as written by somebody else."""
+    url = moto.url()
+    with FaultProxy(moto.endpoint, [Fault("truncate", method="GET", first=1)]) as proxy:
+        store = open_store(
+            url, {**moto.storage_options, "endpoint_url": proxy.endpoint, "retry": {"base_seconds": 0.01}}
+        )
+        store.put("a", BODY)
+        store.replace("a", BODY + b"more", BODY)
+        assert proxy.counts["truncate"] == 1
+        assert store.get("a") == BODY + b"more"

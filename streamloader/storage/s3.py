@@ -381,6 +381,8 @@ class S3Client:
         size = max(body_bytes(data), body_bytes(before)) + 1  # notices a longer object
         with self._get(path, "") as response:
             current, etag = response.read(size), response.headers["ETag"]
+            if len(current) < size and response.length:  # `read` returns what came before the connection ended
+                raise http.client.IncompleteRead(b"", response.length)
         if current == data:
             return ""
         if current != before:
