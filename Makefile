@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-horovod fuzz soak
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-faults test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
+	@echo "make test-faults  each kind of fault of a store at each rate for each task, and outages: hours"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
 	@echo "make soak         trains with faults, kills and other world sizes, an hour: make soak SECONDS=600 SEED=1"
@@ -72,7 +73,11 @@ test-integrations: $(INTEGRATIONS)/.installed
 
 test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long --ignore=tests/integrations/test_fault_table.py
+
+test-faults: $(INTEGRATIONS)/.installed
+	rm -f bench/results/faults.jsonl
+	STREAMLOADER_FAULT_RESULTS=bench/results/faults.jsonl $(INTEGRATIONS)/bin/python -m pytest tests/integrations/test_fault_table.py
 
 test-horovod: $(INTEGRATIONS)/.horovod
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations/test_frameworks.py -m long -k horovod

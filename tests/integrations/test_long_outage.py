@@ -42,7 +42,7 @@ Event = dict[str, Any]
 def run_rank(url: str, options: dict[str, Any], rank: int, log: Path) -> None:
     """Read this rank's part of an epoch; log each batch, and what the loader waits for, with the time of each."""
     # from the start, not only where the measured rate asks for so many
-    engine.Pace = lambda _: Pace(IN_FLIGHT, first=IN_FLIGHT)  # type: ignore[assignment,misc]
+    engine.Pace = lambda _, **more: Pace(IN_FLIGHT, first=IN_FLIGHT, **more)  # type: ignore[assignment,misc]
     ds = StreamingDataset(
         url, batch_size=25, with_index=True, storage_options=options, world=(rank, RANKS), memory="256MiB"
     )
