@@ -46,7 +46,7 @@ class ClipRun(NamedTuple):
     `stop - start` is the number of bytes of all ranges. `packets`: where each stored frame begins in the object, its
     size and its checksum, ascending. `clips`: of each clip the header of its item, and its packets. `picks`: the number
     of the video for each clip; `first_row`: the number of the first clip. `first_sample`: the video.
-    `rows`: None, since clips are consecutive, see `Run`.
+    `rows` and `cached`: None, since clips are consecutive, and a cache keeps their ranges as they are, see `Run`.
     """
 
     path: str
@@ -60,6 +60,7 @@ class ClipRun(NamedTuple):
     picks: Ints
     first_row: int
     rows: None = None
+    cached: None = None
 
     @property
     def size(self) -> int:
