@@ -14,6 +14,7 @@ import json
 import os
 import random
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -154,6 +155,24 @@ def seaweedfs_server(
     # a Go program gives idle memory back; on a virtual machine it then pays dearly for getting it anew
     keys["GODEBUG"] = "madvdontneed=0"
     with _running("seaweedfs", command, num_ports=SEAWEEDFS_PORTS, env=keys, ports=ports) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def juicefs_server() -> Iterator[S3Server]:
+    """Run the gateway of JuiceFS, whose front end is MinIO's, on a folder: it checks signatures."""
+
+    def command(folder: Path, ports: Sequence[int]) -> list[str]:
+        path = shutil.which("juicefs", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "juicefs"
+        juicefs, meta = shlex.quote(path), "sqlite3://meta.db"
+        make = f"{juicefs} format --trash-days 0 --storage file --bucket $PWD/data/ {meta} stores"
+        gateway = f"{juicefs} gateway --log log --cache-dir cache --keep-etag --multi-buckets --no-usage-report"
+        serve = f"{gateway} --no-banner --metrics 127.0.0.1:{ports[1]} {meta} 127.0.0.1:{ports[0]}"
+        return ["sh", "-c", f"HOME=$PWD; export HOME; {make} && exec {serve}"]
+
+    keys = {"AWS_ACCESS_KEY_ID": "streamloader", "AWS_SECRET_ACCESS_KEY": "streamloader-secret"}
+    roots = {"MINIO_ROOT_USER": "streamloader", "MINIO_ROOT_PASSWORD": "streamloader-secret"}
+    with _running("juicefs", command, num_ports=2, env={**keys, **roots}) as server:
         yield server
 
 

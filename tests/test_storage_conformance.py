@@ -23,7 +23,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from leaks import uncollected
 
 from streamloader.errors import NotFoundError, ObjectExistsError, StorageError, UnsupportedError, UsageError
+from streamloader.options import RetryPolicy
 from streamloader.storage import ObjectInfo, open_store
+from streamloader.storage.generic import AzureClient
 from streamloader.storage.process import run_all
 from streamloader.testing.conformance import DIGITS, LAWS, SLICES, LawError, Place
 
@@ -301,3 +303,29 @@ def test_filesystems_get_bodies_as_bytes_whatever_their_name_and_must_not_ignore
     assert (store.get("a"), store.get_range("a", 2, 4), store.get("b")) == (DIGITS, b"23", b"01")
     with pytest.raises(UnsupportedError, match="received 10 bytes for the last 3"):
         store.get_tail("a", 3)
+
+
+def test_azures_filesystem_gets_no_tails_and_may_have_no_ranges_of_an_empty_object():
+    class Adlfs(MemoryFileSystem):
+        """As adlfs is: a tail, or a range of an empty object, is an error of its client; nothing found is a list."""
+
+        cachable = False
+
+        def cat_file(self, path, start=None, end=None):
+            if start < 0 or end is None or not self.info(path)["size"]:
+                raise ValueError("Required Content-Range response header is missing or malformed.")
+            return super().cat_file(path, start, end)
+
+        def find(self, path, **options):
+            return [path] if self.isfile(path) else super().find(path, **options) or []
+
+    client = AzureClient(Adlfs(), RetryPolicy(), "")
+    folder = f"/{uuid.uuid4().hex}"
+    client.put(f"{folder}/digits", DIGITS)
+    client.put(f"{folder}/empty", b"")
+    assert [client.get_tail(f"{folder}/digits", size) for size in (3, 99)] == [b"789", DIGITS]
+    assert client.get_range(f"{folder}/digits", 2, 4) == b"23"
+    assert client.get_tail(f"{folder}/empty", 3) == client.get_range(f"{folder}/empty", 0, 5) == b""
+    assert client.list_page(f"{folder}/none", None) == client.list_page(f"{folder}/digits", None) == ([], None)
+    with pytest.raises(FileNotFoundError):
+        client.get_tail(f"{folder}/none", 1)

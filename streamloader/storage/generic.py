@@ -151,6 +151,7 @@ class FsspecClient:
         """Return the objects below a folder, and no token of another page."""
         self.fs.invalidate_cache()
         infos = self._timed("find", folder, UNKNOWN_BYTES, detail=True)
+        infos = infos if isinstance(infos, dict) else {}  # adlfs returns a list if there is no folder
         prefix = f"{folder.rstrip('/')}/" if folder else ""
         files = {path: info for path, info in infos.items() if info["type"] == "file" and path.startswith(prefix)}
         return list(starmap(_object_info, files.items())), None
@@ -207,6 +208,24 @@ class ChainClient(FsspecClient):
             with self.fs.open(path, "rb") as file:  # cat_file needs the attribute size of a file, which some lack
                 file.seek(max(0, file.seek(0, os.SEEK_END) + start))
                 return bytes(file.read())
+
+
+class AzureClient(FsspecClient):
+    """adlfs, which reads no tails, and of an empty object no range."""
+
+    def _cat(self, path: str, start: int, stop: int | None, receiver: Receiver) -> bytes:
+        if stop is None:
+            info = self.info(path)
+            if info is None:
+                raise FileNotFoundError(path)
+            start, stop = max(0, info.size + start), info.size
+        try:
+            return super()._cat(path, start, stop, receiver)
+        except ValueError:
+            info = self.info(path)
+            if info is None or info.size:
+                raise
+            return b""
 
 
 class MemoryClient(FsspecClient):
@@ -387,7 +406,7 @@ def checked_redirects(options: Mapping[str, Any], *, same_host: bool) -> dict[st
     return {**options, "client_kwargs": {**client, "trace_configs": [*client.get("trace_configs", ()), trace]}}
 
 
-_CLIENTS = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient, "memory": MemoryClient}
+_CLIENTS = {CHAIN: ChainClient, "az": AzureClient, "file": LocalClient, "http": HttpClient, "memory": MemoryClient}
 
 
 def _links_below(page: str, html: bytes) -> list[str]:
