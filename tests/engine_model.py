@@ -560,9 +560,9 @@ class Run:
             self.scheduler.sleep(-0.01 * (self.plan.closes_after or 0) * random())
         for _ in range(int(40 * random())):
             self.scheduler.point()
-        self.closing = True
+        self.closing, began = True, self.passes
         self.engine.close()
-        self.closed = self.passes
+        self.closed = began  # a pass that started meanwhile may go on
 
     def _read(self, epoch: int) -> bool:
         """Read an epoch, and return whether it ended."""
