@@ -648,6 +648,8 @@ def test_another_run_makes_the_recorded_next_uses_the_end_of_its_epoch(tmp_path)
     for now in (3.5, 4.0):  # it goes on
         source.cache.begin("seed 1", now)
         assert times() == {0.0, 4.25}
+    source.cache.begin("seed 3", 4.5)
+    assert times() == {0.0, 5.0}
     source.cache.begin("seed 2", 0.0)
     assert times() == {0.0, 1.0}
     source.read("a", 0, 9, Use(1.5, 0.5))
@@ -786,6 +788,16 @@ def test_the_cache_of_another_user_costs_misses_only(tmp_path):
     finally:
         (tmp_path / "cache" / "streamloader-cache").chmod(0o700)
     assert Source(tmp_path).read("c/0", 0, 500)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_folder_that_another_user_has_made_is_not_trusted_even_if_it_may_be_written(tmp_path):
+    source = Source(tmp_path)
+    source.read("c/0", 0, 500)
+    os.chown(source.folder, 65_534, 65_534)
+    other = Source(tmp_path)
+    misses_only(other)
+    assert list(other.cache.failures) == ["open: the folder belongs to another user"]
 
 
 def test_a_cache_that_leaves_too_little_free_gives_back_what_it_has(tmp_path):
