@@ -558,7 +558,7 @@ class Reference:
                 return 0, 0.0, -read
             if next_use < floor(self.now[key[0]]):
                 return 2, 0.0, -read
-            return 1, max(0.0, min(next_use, 24_000) - self.now[key[0]]), -read
+            return 1, next_use if next_use == inf else max(0.0, next_use - self.now[key[0]]), -read
 
         return max(entries, key=rank)
 
