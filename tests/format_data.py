@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.store import Allocate, Store
+from streamloader.storage.buffers import Allocate, Receiver, empty_buffer
+from streamloader.storage.store import RangeReader, Store
 
 CODECS = ("none", "lz4", "zstd")
 ALL_KINDS = {
@@ -135,22 +137,25 @@ class StoreProxy:
 class Counting(StoreProxy):
     """A store that keeps the ranges that its data plane is asked for, and damages the first `flip` responses."""
 
-    kind, reason = "fake", "it counts"
-
     def __init__(self, store: Store, flip: int = 0) -> None:
         super().__init__(store)
         self.reads, self.flip = list[tuple[str, int, int]](), flip
 
-    def reader(self) -> Any:
-        return self
+    def reader(self) -> RangeReader:
+        reader = self.store.reader()
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        self.reads.append((path, start, stop))
-        data = bytearray(self.store.reader().read(path, start, stop))
-        if self.flip:
-            self.flip -= 1
-            data[0] ^= 1
-        return memoryview(data)
+        def fetch(path: str, start: int, stop: int, receiver: Receiver) -> memoryview:
+            self.reads.append((path.removeprefix(reader.root).lstrip("/"), start, stop))
+            data = bytearray(reader.fetch(path, start, stop, receiver))
+            if self.flip:
+                self.flip -= 1
+                data[0] ^= 1
+            return memoryview(data)
+
+        return replace(reader, kind="fake", reason="it counts", fetch=fetch)
+
+    def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
+        return self.reader().read(path, start, stop, allocate)
 
 
 def objects_of(store: Store) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ Each difference is one rule; docs/stores.md has where it was found.
 
 import contextlib
 import re
+import threading
 from http.client import HTTPConnection
 from urllib.parse import parse_qs, urlsplit
 
@@ -29,6 +30,7 @@ class Double(QuietServer):
         self.behind, self.differences = behind.removeprefix("http://"), differences
         self.parts: dict[str, dict[int, int]] = {}  # sizes by upload and number
         self.requests: list[str] = []
+        self.turn = threading.Lock()  # moto compares and writes in two steps
 
 
 def error(status: int, code: str, message: str = "") -> tuple[int, bytes]:
@@ -52,7 +54,9 @@ class _Handler(QuietHandler):
             if status == 404:
                 self.respond(*error(404, "NoSuchKey"))
                 return
-        status, content, headers = self.passed(self.command, body)
+        one_by_one = self.conditions() and "ignores conditions" not in differences
+        with self.server.turn if one_by_one else contextlib.nullcontext():
+            status, content, headers = self.passed(self.command, body)
         if "list-type" in query and status == 200:
             content = self.listing(content, differences)
         self.respond(status, content, headers)

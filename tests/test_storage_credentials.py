@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from faulty import certified, faulty_server
+from faulty import certified, faulty_server, passing_server
 from servers import STORE_CALLS
 from torchrun import run_python
 
@@ -150,3 +150,11 @@ def test_expired_credentials_are_renewed_once(tmp_path, monkeypatch, ask, status
         with pytest.raises(AccessError, match="the credentials have expired"):
             STORE_CALLS[ask](store)
         assert server.gets - before == 2
+
+
+def test_an_object_that_is_missing_is_none_also_while_keys_are_renewed(moto):
+    with passing_server(moto.endpoint, lambda request: request.command == "HEAD") as server:
+        store = open_store(moto.url(), {**moto.storage_options, "endpoint_url": server.endpoint})
+        server.faults.append("403")
+        assert store.head("missing") is None
+        assert not server.faults

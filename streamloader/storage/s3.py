@@ -297,7 +297,12 @@ class S3Client:
                 return None
             if status not in (400, 403):
                 raise
-        self.get_range(path, 0, 1)  # raises the reason, which a response to HEAD lacks, or renews the credentials
+        try:
+            self.get_range(path, 0, 1)  # raises the reason, which a response to HEAD lacks, or renews the credentials
+        except HttpError as error:
+            if error.error_code != "NoSuchKey":
+                raise
+            return None
         return self.call("HeadObject", Key=path)  # type: ignore[no-any-return]
 
     def list_page(self, folder: str, token: str | None) -> Page:
@@ -330,7 +335,7 @@ class S3Client:
         """
         body = _Upload(data)
         if len(body) >= 2 * PART_BYTES:
-            return self.put_in_parts(path, data)
+            return self.put_in_parts(path, data, PART_BYTES)
         if self._checks_crc is not False:
             crc = base64.b64encode(body_crc32c(data).to_bytes(4, "big")).decode()
             try:
@@ -347,7 +352,7 @@ class S3Client:
                     return etag_of(response)
         return etag_of(self.call("PutObject", Key=path, Body=body))
 
-    def put_in_parts(self, path: str, data: Body, part_bytes: int = PART_BYTES) -> str:
+    def put_in_parts(self, path: str, data: Body, part_bytes: int) -> str:
         """Write the object by parts of `part_bytes`, all but the last: Cloudflare's R2 takes no others."""
         upload = {"Key": path, "UploadId": self.call("CreateMultipartUpload", Key=path)["UploadId"]}
         try:
