@@ -9,7 +9,7 @@ from golden import GOLDEN
 import streamloader as sl
 from streamloader.errors import FormatError, SelectionError, StateError, StreamloaderError
 from streamloader.format.conditions import Condition
-from streamloader.loader.dataset import NumpyMixture
+from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.zarr.cf import unpacking_of
 
 
@@ -54,3 +54,24 @@ def test_weights_of_a_state_whose_turns_would_take_petabytes_are_invalid():
     state["phases"][0][2] = [2**60, 1]
     with pytest.raises(StateError, match=r"phases .* are invalid"):
         mixture.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1, "workers": 10**300}, "the state .* is invalid"),
+        ({"epoch": 2**63}, "the state .* is invalid"),
+        ({"skipped": [[0, 2**63, 1]]}, "the state's skipped .* is invalid"),
+        ({"order": {"block": 6, "lanes": 2**31 + 1, "window": 12}}, "lanes=2147483649 is above the limit of 65536"),
+    ],
+)
+def test_a_state_with_larger_numbers_than_a_run_can_have_is_invalid(change, message):
+    loader = NumpyDataset(str(GOLDEN / "free"), batch_size=4, fields=["label"])
+    with pytest.raises(StateError, match=message):
+        loader.load_state_dict(loader.state_dict() | change)
+
+
+def test_a_state_of_a_mixture_without_sources_is_invalid():
+    mixture = NumpyMixture({str(GOLDEN / "free"): 3.0, str(GOLDEN / "lengths"): 1.0}, batch_size=4, fields=["label"])
+    with pytest.raises(StateError, match="the state has no sources"):
+        mixture.load_state_dict(mixture.state_dict() | {"sources": [], "batches": "homogeneous"})

@@ -98,6 +98,8 @@ class OrderParams:
             raise UsageError(problem, f"set window={max(2, -(-self.window // self.block)) * self.block}")
         if self.window >= 2**31:
             raise UsageError(f"window={self.window} samples is not below 2**31", "set a smaller window=")
+        if self.lanes > MAX_LANES:
+            raise UsageError(f"lanes={self.lanes} is above the limit of {MAX_LANES}", "set a smaller lanes=")
 
 
 def params_for_world(num_samples: int, params: OrderParams, world_size: int) -> OrderParams:

@@ -30,6 +30,8 @@ PROGRESS_NAMES = ("epoch", "position", "extra", "workers", "ranks", "batch")
 # about as many samples.
 DEFAULT_UNIT = 8
 
+LARGEST = 2**63  # the progress is shared with workers as int64
+
 _NEW_RUN = "load a state from streamloader's state_dict(), or start without a state"
 
 Batches = Literal["mixed", "homogeneous"]
@@ -479,7 +481,10 @@ class RunState:
         if "sources" not in state and self.stop:
             raise StateError("the state is of a single dataset", "load it into a StreamingDataset")
         if self.stop:
-            return [SourceIdentity.from_dict(source) for source in read_value(state, "sources", list)]
+            sources = read_value(state, "sources", list)
+            if not sources:
+                raise StateError("the state has no sources", _NEW_RUN)
+            return [SourceIdentity.from_dict(source) for source in sources]
         return [SourceIdentity.from_dict({"selection": None, "samples": self.sources[0].num_samples, **state})]
 
     def _resumed(self, state: dict[str, Any], resumed: RunState, numbers: list[int], global_batch: int) -> RunState:
@@ -567,7 +572,8 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
     if remainder not in REMAINDERS:
         raise StateError(f"the state's remainder is {remainder!r}, not one of {', '.join(REMAINDERS)}", _NEW_RUN)
     numbers = {name: read_value(state, name, int) for name in ("seed", *PROGRESS_NAMES)}
-    if min(numbers.values()) < 0 or not numbers["extra"] < numbers["workers"]:
+    most = max(numbers[name] for name in PROGRESS_NAMES)
+    if min(numbers.values()) < 0 or not numbers["extra"] < numbers["workers"] or most >= LARGEST:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
     skipped = tuple(Gap(*gap) for gap in read_list(state, "skipped", [(int, int, int)]))
     return {"remainder": remainder, **numbers, "inside": read_value(state, "inside", bool), "skipped": skipped}
@@ -603,9 +609,9 @@ def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:
 
 
 def _has_shape(value: Any, shape: Any) -> bool:
-    """Return whether a value has a shape: `int` is an integer >= 0, `[s]` a list of any length, `(s, t)` one of two."""
+    """Return whether a value has a shape: `int` is one >= 0 of 64 bits, `[s]` any list, `(s, t)` one of two."""
     if shape is int:
-        return type(value) is int and value >= 0
+        return type(value) is int and 0 <= value < LARGEST
     if not isinstance(value, list) or (isinstance(shape, tuple) and len(shape) != len(value)):
         return False
     return all(map(_has_shape, value, shape if isinstance(shape, tuple) else repeat(shape[0])))

@@ -210,6 +210,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minimise", type=float, help="keep inputs that take so many seconds, of each target")
     parser.add_argument("--replay", type=Path, help="an input to run once, for one target, without the fuzzer")
+    parser.add_argument("--seed", type=int, default=0, help="of the edits, another one each time by default")
     parser.add_argument("--runs", type=int, default=-1, help="of each target, at most")
     given = parser.parse_args()
     if not given.replay and not given.minimise:
@@ -226,7 +227,7 @@ def main() -> int:
         for name in names:
             minimise(name, given.minimise)
     else:
-        return fuzz_all(names, given.seconds, given.processes, [f"-runs={given.runs}"])
+        return fuzz_all(names, given.seconds, given.processes, [f"-runs={given.runs}", f"-seed={given.seed}"])
     return 0
 
 
