@@ -73,11 +73,11 @@ def specification(bench: Bench, cell: Cell, contestant: Contestant, endpoint: En
     count = bench.settings.count(cell.workload) // part_of(bench.settings, cell, contestant)
     # a ceiling reads what the project wrote, and the project packs when it reads
     owner = OURS.name if contestant.kind == "ceiling" else contestant.name
-    packed = "-packed" if cell.variant == "packed" and contestant.kind == "peer" else ""
+    written = f"-{cell.variant}" if cell.variant in ("packed", "small-shards") and contestant.kind == "peer" else ""
     return {
         "workload": cell.workload.name,
         "source": str(bench.data / f"{cell.workload.name}-{count}"),
-        "url": f"s3://{BUCKET}/{owner}/{cell.workload.name}-{count}{packed}",
+        "url": f"s3://{BUCKET}/{owner}/{cell.workload.name}-{count}{written}",
         "endpoint": endpoint.url,
         "key": endpoint.key,
         "secret": endpoint.secret,

@@ -49,6 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PACKED_ROW = 2049
+SMALL_SHARD_BYTES = 16 << 20  # of the variant "small-shards", a quarter of what peers have by default
 FIRST_TOKEN = 50257  # the vocabulary of GPT-2: no other token is as large
 
 

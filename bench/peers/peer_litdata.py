@@ -15,7 +15,7 @@ from typing import Any
 import litdata
 import numpy as np
 import torch
-from common import PACKED_ROW, Source, Spec, main
+from common import PACKED_ROW, SMALL_SHARD_BYTES, Source, Spec, main
 from crops import jpeg_transform
 from litdata.streaming import downloader
 from measuring import emit_order, measure_loader
@@ -46,7 +46,8 @@ def write(spec: Spec) -> int:
     """Write with a process for each core; a task is the samples of a chunk, since a task for each sample is slow."""
     source, packed = Source(spec.source), spec.variant == "packed"
     size = sum(source.array(name).nbytes for name in source.columns)
-    step = samples_per_chunk(len(source), size, spec.extra.get("shards"))
+    small = size // SMALL_SHARD_BYTES if spec.variant == "small-shards" else None
+    step = samples_per_chunk(len(source), size, spec.extra.get("shards", small))
     tokens: dict[str, Any] = {"chunk_size": TOKENS_PER_CHUNK, "item_loader": litdata.TokensLoader()}
     with tempfile.TemporaryDirectory(dir=spec.cache or None) as folder, stdout_to_stderr():
         for name in ("DATA_OPTIMIZER_CACHE_FOLDER", "DATA_OPTIMIZER_DATA_CACHE_FOLDER"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import PACKED_ROW, Source, Spec, main
+from common import PACKED_ROW, SMALL_SHARD_BYTES, Source, Spec, main
 from crops import jpeg_transform
 from measuring import HELD, emit_order, measure_loader
 
@@ -68,9 +68,10 @@ def write(spec: Spec) -> int:
 
 def write_part(spec: Spec, folder: str, part: int, start: int, stop: int) -> None:
     """Write the samples from `start` to `stop`; shards have the default size of 64 MB and no compression."""
+    limit = {"size_limit": SMALL_SHARD_BYTES} if spec.variant == "small-shards" else {}
     source = Source(spec.source)
     out = (f"{folder}/{part}", f"{remote(spec)}/{part}")
-    with MDSWriter(out=out, columns=COLUMNS[layout(spec)], keep_local=True) as writer:
+    with MDSWriter(out=out, columns=COLUMNS[layout(spec)], keep_local=True, **limit) as writer:
         if spec.variant == "packed":
             for row in source.packed_rows()[start:stop]:
                 writer.write({"tokens": row})
