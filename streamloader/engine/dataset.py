@@ -21,7 +21,7 @@ from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import BatchPlan, Compute, EpochShare, Ints
 from streamloader.stats import Counters
-from streamloader.storage.buffers import RESIDENT, Use
+from streamloader.storage.buffers import RESIDENT, Buffer, Use
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
@@ -391,10 +391,20 @@ def counted(
     store, reads, count_request = field.store, count(), partial(counters.add, requests=1)
 
     def fetch() -> memoryview:
-        use, call = Use(RESIDENT, fresh=next(reads) > 0), partial(store.retries.call, on_retry=on_retry)
-        reader, seconds = store.reader().timed(count_request)
-        body = field.fetch(replace(reader, on_repeat=count_request, call=call, use=use), run)
-        if seconds:
+        sent = False
+
+        def call(request: Callable[[], Buffer]) -> Buffer:
+            def send() -> Buffer:
+                nonlocal sent
+                sent = True
+                count_request()
+                return request()
+
+            return store.retries.call(send, on_retry=on_retry)
+
+        use = Use(RESIDENT, fresh=next(reads) > 0)
+        body = field.fetch(replace(store.reader(), on_repeat=count_request, call=call, use=use), run)
+        if sent:
             counters.add(bytes_fetched=len(body))
         else:
             counters.add(cache_hits=1, cache_bytes=len(body))

@@ -47,7 +47,7 @@ from streamloader.errors import (
 from streamloader.format.opening import BODY_ATTEMPTS, is_damage
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.schedule import BlockRef, Ints
-from streamloader.storage.buffers import USE, Allocate, Use
+from streamloader.storage.buffers import USE, Allocate, Buffer, Use
 from streamloader.storage.retry import Request, Retrier
 from streamloader.storage.store import Store
 from streamloader.zarr.columns import ChunkPlaces, RegionReader
@@ -787,11 +787,20 @@ def _read(
 ) -> tuple[memoryview | None, float, bool]:
     field, store = source
     store.retries.reached = True  # the manifest was read from this store, maybe in another process
-    reader, seconds = store.reader().timed(partial(on_send, False) if use is not None else bool)
-    reader = replace(reader, on_repeat=partial(on_send, True), use=use or USE)
+    memory, seconds = list[memoryview](), list[float]()
+
+    def send(request: Callable[[], Buffer]) -> Buffer:
+        if use is not None:
+            on_send(False)
+        begin = time.perf_counter()
+        try:
+            return request()
+        finally:
+            seconds.append(time.perf_counter() - begin)
+
+    reader = replace(store.reader(), on_repeat=partial(on_send, True), use=use or USE, call=send)
     if cached := getattr(run, "cached", None):
         run = run._replace(start=cached[0], stop=cached[1])
-    memory: list[memoryview] = []
 
     def keep(size: int) -> memoryview:
         memory.append(memoryview(target(size)) if callable(target) else target[:size])

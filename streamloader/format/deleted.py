@@ -5,7 +5,9 @@ these from 0: sample j of it is the j-th stored sample that is not deleted.
 """
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ def read_remaining(store: Store, manifest: Manifest) -> Remaining | None:
     """
     if manifest.deleted is None:
         return None
-    return Remaining(manifest.num_samples, reread(partial(_read, store, manifest, manifest.deleted)))
+    return Remaining(manifest.num_samples, reread(partial(_read, store, manifest, manifest.deleted, count())))
 
 
 def read_lengths(store: Store, manifest: Manifest, name: str, remaining: Remaining | None) -> Ints:
@@ -50,10 +52,10 @@ def write_deleted(store: Store, generation: int, numbers: Ints) -> Deleted:
     return Deleted(generation, numbers.size, hashlib.sha256(values.data).hexdigest())
 
 
-def _read(store: Store, manifest: Manifest, deleted: Deleted) -> Ints:
+def _read(store: Store, manifest: Manifest, deleted: Deleted, reads: Iterator[int]) -> Ints:
     path, numbers = deleted_path(deleted.generation), np.empty(deleted.count, "<u8")
     where, remedy = f"the list of deleted samples {store.url}/{path}", "copy or convert the dataset again"
-    read_page(store, path, "list of deleted samples", numbers)
+    read_page(store, path, "list of deleted samples", numbers, fresh=next(reads) > 0)
     if hashlib.sha256(numbers.data).hexdigest() != deleted.sha256:
         raise ModifiedError(f"{where} is intact, but does not match the manifest", remedy)
     if numbers[-1] >= manifest.num_samples or np.any(numbers[1:] <= numbers[:-1]):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import crc32c
@@ -148,7 +149,7 @@ class ChunkTable:
 
     def read(self) -> NDArray[np.uint32]:
         """Return the whole table, uint32 (shards, chunks, 2), and check its SHA-256. Raises as `shard`."""
-        pages = [reread(partial(self._load, number)) for number in range(self._num_pages)]
+        pages = [reread(partial(self._load, number, count())) for number in range(self._num_pages)]
         table = np.concatenate([np.zeros((0, *self._page_shape[1:]), np.uint32), *pages])[: self._shards]
         self._check_digest(table, f"{self._store.url}/{table_path(self.name, self._manifest.generation)}")
         return table
@@ -172,15 +173,15 @@ class ChunkTable:
     def _fill(self, number: int, page: _Page) -> None:
         """Load a page, or record the error. Other exceptions are not recorded, so another thread loads the page."""
         try:
-            page.outcome, page.expires = reread(partial(self._load, number)), math.inf
+            page.outcome, page.expires = reread(partial(self._load, number, count())), math.inf
         except (errors.FormatError, errors.StorageError) as error:
             page.outcome = _without_traceback(error)
             page.expires = time.monotonic() + DAMAGED_SECONDS if isinstance(error, errors.FormatError) else 0.0
         page.loads += 1
 
-    def _load(self, number: int) -> NDArray[np.uint32]:
+    def _load(self, number: int, reads: Iterator[int]) -> NDArray[np.uint32]:
         path, size = page_path(self.name, number, self._manifest.generation), self._page_bytes
-        data = get_page(self._store, path, "chunk table", size, exact=True)
+        data = get_page(self._store, path, "chunk table", size, exact=True, fresh=next(reads) > 0)
         page = np.frombuffer(data, "<u4").astype(np.uint32).reshape(self._page_shape)
         if self._num_pages == 1:
             self._check_digest(page[: self._shards], self._url(number))
@@ -243,7 +244,7 @@ class LengthTable:
 
         Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
         """
-        return reread(partial(self._load, index))
+        return reread(partial(self._load, index, count()))
 
     def read(self) -> NDArray[np.int64]:
         """Return the length in bytes of every sample, int64 (samples). Raises as `page_digests`."""
@@ -288,9 +289,9 @@ class LengthTable:
             problem = f"{problem}, but does not match the manifest"
             raise errors.ModifiedError(problem, REOPEN)
 
-    def _load(self, index: int) -> NDArray[np.uint32]:
+    def _load(self, index: int, reads: Iterator[int]) -> NDArray[np.uint32]:
         page = np.empty(self._layout.shard, "<u4")
-        read_page(self._store, lengths_path(self._name, index), "table of lengths", page)
+        read_page(self._store, lengths_path(self._name, index), "table of lengths", page, fresh=next(reads) > 0)
         return page[: self._num_samples - index * self._layout.shard].astype(np.uint32, copy=False)
 
 
@@ -299,30 +300,22 @@ def encode_page(values: NDArray[Any]) -> bytes:
     return with_checksum(bytes(zstd.compress(values, ZSTD_LEVEL)))
 
 
-def read_page(store: Store, path: str, noun: str, out: NDArray[Any]) -> None:
+def read_page(store: Store, path: str, noun: str, out: NDArray[Any], *, fresh: bool = False) -> None:
     """Read and decompress a page of a table to `out`. Raises as `get_page`."""
     limit = out.nbytes + out.nbytes // 128 + 64  # zstd adds less to data that it cannot compress
-    data = get_page(store, path, noun, limit)
+    data = get_page(store, path, noun, limit, fresh=fresh)
     try:
         decompress_exactly("zstd", data, out.view(np.uint8))
     except errors.CorruptError as error:
         raise _damaged(f"the {noun} {store.url}/{path}", error.problem) from error
 
 
-def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False) -> memoryview:
+def get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool = False, fresh: bool = False) -> memoryview:
     """Return the bytes of a page of a table before their checksum: about `limit` at most, or exactly so many.
 
-    Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
+    `fresh`: not from a cache, since it was damaged. Raises `MissingObjectError` or `CorruptError`, which name the page,
+    or `StorageError`.
     """
-    try:
-        return _get_page(store, path, noun, limit, exact=exact, fresh=False)
-    except errors.CorruptError:
-        if store.cache is None:
-            raise
-    return _get_page(store, path, noun, limit, exact=exact, fresh=True)  # it may have been damaged before it was cached
-
-
-def _get_page(store: Store, path: str, noun: str, limit: int, *, exact: bool, fresh: bool) -> memoryview:
     where, size = f"the {noun} {store.url}/{path}", limit + CRC_BYTES
     try:
         data = store.get_fixed(path, size + 1, fresh=fresh)  # the extra byte detects a longer object

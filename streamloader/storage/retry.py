@@ -308,7 +308,7 @@ class translated:  # noqa: N801 - read as a function
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, client_errors()):
+        if error is not None and isinstance(error, client_errors()):
             raise storage_error(error, self._location.child(self._path)) from cause_of(error, self._location)
 
 

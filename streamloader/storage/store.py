@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,20 +67,6 @@ class RangeReader:
             return self
         return replace(self, root=join_path(self.root, path), location=self.location.child(path), cache=None)
 
-    def timed(self, on_request: Callable[[], object]) -> tuple[RangeReader, list[float]]:
-        """Return a reader that calls `on_request()` before each request, and the seconds of each."""
-        seconds: list[float] = []
-
-        def fetch(path: str, start: int, stop: int, receiver: Receiver) -> Buffer:
-            on_request()
-            begin = time.perf_counter()
-            try:
-                return self.fetch(path, start, stop, receiver)
-            finally:
-                seconds.append(time.perf_counter() - begin)
-
-        return replace(self, fetch=fetch), seconds
-
     def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
         """Return bytes [start, stop) of the object, fewer if it ends before `stop`.
 
@@ -99,9 +84,9 @@ class RangeReader:
             with translated(self.location, path):
                 return self.fetch(join_path(self.root, object_path(path)), start, stop, receiver)
 
-        request = partial(self.call, fetch)
         if self.cache is None:
-            return memoryview(request())
+            return memoryview(self.call(fetch))
+        request = partial(self.call, fetch)
         return memoryview(self.cache.read(request, path, start, stop, receiver=receiver, use=self.use)[0])
 
 
