@@ -367,10 +367,15 @@ class HttpClient(FsspecClient):
 
 
 def is_cloud_service(host: str) -> bool:
-    """Return whether a host may have the address of a cloud's metadata service, or is link-local: also if unknown."""
+    """Return whether a host may have the address of a cloud's metadata service, or is link-local: also if unknown.
+
+    Raises `HttpError` while no resolver answers.
+    """
     try:
         found = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)]
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            raise HttpError(0, "Unreachable", f"{host}: {error}") from error
         return True
     addresses = [getattr(each, "ipv4_mapped", None) or each for each in found]
     return any(each.is_link_local or str(each) in METADATA_ADDRESSES for each in addresses)

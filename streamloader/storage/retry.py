@@ -221,9 +221,11 @@ def xml_error(text: str) -> tuple[str, str]:
 def _obstore_facts(text: str) -> tuple[int, str, str]:
     summary, _, debug = text.partition("Debug source:")
     status, (code, message) = re.search(r"status code: (\d{3})", summary), xml_error(text)
+    causes = []
     if status is None:
         code = next((name for pattern, name in _OBSTORE_CODES if re.search(pattern, debug)), code)
-    return int(status[1]) if status else 0, code, message or summary
+        causes = re.findall(r'\b(?:error|message): "([^"]+)"', debug)  # of the operating system: the summary has none
+    return int(status[1]) if status else 0, code, message or (causes[-1] if causes else summary)
 
 
 def is_past_end(error: BaseException) -> bool:
