@@ -5,7 +5,6 @@ with standing_in_for_aws(moto.endpoint, {"photos": "eu-central-1"}, folder) as a
 """
 
 import contextlib
-import http.client
 import re
 import socket
 import ssl
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from urllib.parse import urlsplit
 
 from faulty import QuietHandler, QuietServer, certified
 
@@ -22,12 +20,17 @@ HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection", "date")
 REGIONS = ("us-east-1", "us-west-2", "eu-west-1", "eu-central-1")
 
 
+def own(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those headers that are not of one connection."""
+    return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
+
+
 class Aws(QuietServer):
     """Answers as S3 does where a bucket or the scope of a signature is elsewhere; else `behind` answers."""
 
     def __init__(self, behind: str, regions: Mapping[str, str], context: ssl.SSLContext) -> None:
         super().__init__(_Handler, tls=context)
-        self.behind = urlsplit(behind).netloc
+        self.behind = behind
         self.regions = regions
         self.requests: list[tuple[str, str, int]] = []
 
@@ -59,13 +62,8 @@ class _Handler(QuietHandler):
         self.respond(status, body, {"x-amz-bucket-region": region} if status == 301 or self.command == "HEAD" else {})
 
     def _pass_on(self, path: str, body: bytes) -> None:
-        behind = http.client.HTTPConnection(self.server.behind)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
-        behind.request(self.command, path, body, headers)
-        answer = behind.getresponse()
-        content = answer.read()
-        behind.close()
-        self.respond(answer.status, content, {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP})
+        status, content, headers = self.passed(self.server.behind, body, own(self.headers), path=path)
+        self.respond(status, content, own(headers))
 
     def respond(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         self.server.requests.append((self.headers["Host"], self.command, status))

@@ -26,15 +26,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from streamloader.testing.proxy import GARBAGE
+
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 EXPIRED_STATUS = 400  # AWS's; other servers send 403
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-GARBAGE = {
-    "garbled": b"HTTZ/1.1 2x6 ??\r\n\r\n",
-    "long-header": b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 700_000 + b"\r\nContent-Length: 0\r\n\r\n",
-    "many-headers": b"HTTP/1.1 206 Partial Content\r\n" + b"X-A: a\r\n" * 500 + b"Content-Length: 0\r\n\r\n",
-}
 
 NO_RETRY = {"outage_seconds": 0.0, "request_seconds": 0.0}  # the option `retry`
 
@@ -63,6 +60,19 @@ class QuietHandler(BaseHTTPRequestHandler):
                 return
         self.wfile.write(body[: len(body) // 2] if self.truncate else body)
         self.close_connection |= self.truncate
+
+    def passed(
+        self, behind: str, body: bytes, headers: Mapping[str, str], command: str = "", path: str = ""
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """Send this request to the server at `behind`, with these headers; return status, body and headers."""
+        with contextlib.closing(HTTPConnection(behind.removeprefix("http://"))) as server:
+            skip = {"skip_host": "host" in map(str.lower, headers), "skip_accept_encoding": True}
+            server.putrequest(command or self.command, path or self.path, **skip)
+            for name, value in headers.items():
+                server.putheader(name, value)
+            server.endheaders(body)
+            response = server.getresponse()
+            return response.status, response.read(), dict(response.headers)
 
     def respond_range(self, content: bytes, shift: int = 0) -> None:
         """Send what `Range` asks for, or what is `shift` bytes before that."""
@@ -215,47 +225,3 @@ def certified(folder: Path, hosts: Iterable[str], days: tuple[float, float] = (-
 def faulty_server(content: bytes, tls: ssl.SSLContext | None = None) -> AbstractContextManager[FaultyServer]:
     """Run the server in a thread until the block ends."""
     return FaultyServer(content, tls).running()
-
-
-class PassingServer(QuietServer):
-    """Passes requests on to the server at `behind`, except those that `picks` selects: they use up `faults`.
-
-    A fault is a status ("307" to `elsewhere`), "reset" (nothing is passed on), "lost" (the response is).
-    """
-
-    def __init__(self, behind: str, picks: Callable[[BaseHTTPRequestHandler], Any]) -> None:
-        super().__init__(_PassingHandler)
-        self.behind, self.picks, self.elsewhere = behind.removeprefix("http://"), picks, behind
-        self.faults: deque[str] = deque()
-
-
-class _PassingHandler(QuietHandler):
-    server: PassingServer
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.server.faults.popleft() if self.server.faults and self.server.picks(self) else ""
-        if fault.isdigit():
-            self.respond(int(fault), b"", {"Location": self.server.elsewhere + self.path} if fault == "307" else {})
-            return
-        self.close_connection = bool(fault)
-        if fault == "reset":
-            return
-        with contextlib.closing(HTTPConnection(self.server.behind)) as behind:
-            behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                behind.putheader(name, value)
-            behind.endheaders(body)
-            response = behind.getresponse()
-            content = response.read()
-        if fault != "lost":
-            self.respond(response.status, content, dict(response.headers))
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-
-def passing_server(
-    behind: str, picks: Callable[[BaseHTTPRequestHandler], Any]
-) -> AbstractContextManager[PassingServer]:
-    """Run the server in a thread until the block ends."""
-    return PassingServer(behind, picks).running()

@@ -13,7 +13,6 @@ import threading
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -39,7 +38,7 @@ class SessionTokens(QuietServer):
 
     def __init__(self, behind: str, folder: Path, lives: int) -> None:
         super().__init__(_Handler)
-        self.behind, self.folder, self.lives = behind.removeprefix("http://"), folder, lives
+        self.behind, self.folder, self.lives = behind, folder, lives
         self.lock = threading.Lock()
         self.tokens = self.asked = self.refused = self.left = 0
         self.broken = False  # whether nobody is given a token
@@ -149,14 +148,9 @@ class _Handler(QuietHandler):
             self.respond(200, f'<{action}Response xmlns="{xmlns}">{result}</{action}Response>'.encode())
 
     def _pass_on(self, body: bytes) -> None:
-        with contextlib.closing(HTTPConnection(self.server.behind)) as behind:
-            headers = {name: value for name, value in self.headers.items() if not re.match("x-amz-sec|expect", name, 2)}
-            behind.request(self.command, self.path, body, headers)
-            response = behind.getresponse()
-            content = response.read()
-        self.respond(
-            response.status, content, {k: v for k, v in response.headers.items() if k.lower() not in HOP_BY_HOP}
-        )
+        sent = {name: value for name, value in self.headers.items() if not re.match("x-amz-sec|expect", name, 2)}
+        status, content, headers = self.passed(self.server.behind, body, sent)
+        self.respond(status, content, {k: v for k, v in headers.items() if k.lower() not in HOP_BY_HOP})
 
     def respond(self, status: int, body: bytes = b"", headers: Any = None) -> None:
         if self.command == "HEAD" and status < 400:  # the length is that of the object

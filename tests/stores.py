@@ -6,7 +6,6 @@ Each difference is one rule; docs/stores.md has where it was found.
 import contextlib
 import re
 import threading
-from http.client import HTTPConnection
 from urllib.parse import parse_qs, urlsplit
 
 from faulty import QuietHandler, QuietServer
@@ -27,7 +26,7 @@ class Double(QuietServer):
 
     def __init__(self, behind: str, differences: set[str]) -> None:
         super().__init__(_Handler)
-        self.behind, self.differences = behind.removeprefix("http://"), differences
+        self.behind, self.differences = behind, differences
         self.parts: dict[str, dict[int, int]] = {}  # sizes by upload and number
         self.requests: list[str] = []
         self.turn = threading.Lock()  # moto compares and writes in two steps
@@ -50,13 +49,13 @@ class _Handler(QuietHandler):
             self.respond(*refused, {"Content-Type": "application/xml"})
             return
         if self.command == "DELETE" and not query and "misses deletions" in differences:
-            status, _, _ = self.passed("HEAD", b"")
+            status, _, _ = self.understood("HEAD", b"")
             if status == 404:
                 self.respond(*error(404, "NoSuchKey"))
                 return
         one_by_one = self.conditions() and "ignores conditions" not in differences
         with self.server.turn if one_by_one else contextlib.nullcontext():
-            status, content, headers = self.passed(self.command, body)
+            status, content, headers = self.understood(self.command, body)
         if "list-type" in query and status == 200:
             content = self.listing(content, differences)
         self.respond(status, content, headers)
@@ -89,18 +88,12 @@ class _Handler(QuietHandler):
     def conditions(self) -> bool:
         return "If-None-Match" in self.headers or "If-Match" in self.headers
 
-    def passed(self, command: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+    def understood(self, command: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         """The response of the server behind, which does not see what the store ignores."""
         dropped = {"ignores conditions": ("if-match", "if-none-match"), "ignores checksums": ("x-amz-checksum-crc32c",)}
         ignored = [name for rule, names in dropped.items() if rule in self.server.differences for name in names]
-        with contextlib.closing(HTTPConnection(self.server.behind)) as behind:
-            behind.putrequest(command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                if self.command != "PUT" or name.lower() not in ignored:
-                    behind.putheader(name, value)
-            behind.endheaders(body)
-            response = behind.getresponse()
-            return response.status, response.read(), dict(response.headers)
+        seen = {k: v for k, v in self.headers.items() if self.command != "PUT" or k.lower() not in ignored}
+        return self.passed(self.server.behind, body, seen, command)
 
     def listing(self, content: bytes, differences: set[str]) -> bytes:
         """A page of a listing as the store has it."""

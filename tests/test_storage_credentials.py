@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from faulty import certified, faulty_server, passing_server
+from faulty import certified, faulty_server
 from servers import STORE_CALLS
 from torchrun import run_python
 
@@ -14,6 +14,7 @@ from streamloader.errors import AccessError, EndpointError
 from streamloader.storage import open_store
 from streamloader.storage.s3 import S3Client
 from streamloader.storage.url import parse_location
+from streamloader.testing import Fault, FaultProxy
 
 CONTENT = b"0123456789"
 pytestmark = pytest.mark.usefixtures("no_keys", "patient")
@@ -153,8 +154,7 @@ def test_expired_credentials_are_renewed_once(tmp_path, monkeypatch, ask, status
 
 
 def test_an_object_that_is_missing_is_none_also_while_keys_are_renewed(moto):
-    with passing_server(moto.endpoint, lambda request: request.command == "HEAD") as server:
-        store = open_store(moto.url(), {**moto.storage_options, "endpoint_url": server.endpoint})
-        server.faults.append("403")
+    with FaultProxy(moto.endpoint, [Fault("403", method="HEAD", times=1)]) as proxy:
+        store = open_store(moto.url(), {**moto.storage_options, "endpoint_url": proxy.endpoint})
         assert store.head("missing") is None
-        assert not server.faults
+        assert proxy.counts["403"] == 1

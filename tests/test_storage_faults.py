@@ -11,13 +11,14 @@ from unittest.mock import patch
 
 import fsspec
 import pytest
-from faulty import GARBAGE, NO_RETRY, QuietHandler, faulty_server, serving
+from faulty import NO_RETRY, QuietHandler, faulty_server, serving
 from fsspec.asyn import AsyncFileSystem
 from servers import STORE_CALLS
 
 from streamloader.errors import NotFoundError, StorageError, ThrottledError, TransientError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage import open_store
+from streamloader.testing.proxy import GARBAGE
 
 CONTENT = bytes(range(256)) * 64
 # what comes slower than 1 MB/s for a second is late

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from faulty import passing_server
 from servers import end_keeper, start_keeper
 
 from streamloader.errors import StorageError
 from streamloader.storage import open_store
 from streamloader.storage import s3 as s3_module
+from streamloader.testing import Fault, FaultProxy
 
 MIB = 1 << 20
 
@@ -85,11 +85,10 @@ def test_an_upload_in_parts_whose_last_response_is_lost_is_sent_again(moto, monk
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
     content = os.urandom(MIB) * 11
     bucket = moto.new_bucket()
-    with passing_server(moto.endpoint, lambda request: request.command == "POST" and "uploadId" in request.path) as it:
-        it.faults.append("lost")
-        store = open_store(f"s3://{bucket}/x", {**moto.storage_options, "endpoint_url": it.endpoint})
+    with FaultProxy(moto.endpoint, [Fault("lost", method="POST", path="uploadId", times=1)]) as proxy:
+        store = open_store(f"s3://{bucket}/x", {**moto.storage_options, "endpoint_url": proxy.endpoint})
         store.put("large", content)
-        assert not it.faults
+        assert proxy.counts["lost"] == 1
         assert store.get("large") == content
     assert uploads(moto, bucket) == []
 

@@ -23,7 +23,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
 from datasets import within
-from faulty import NO_RETRY, QuietHandler, passing_server, serving
+from faulty import NO_RETRY, QuietHandler, serving
 from servers import STORE_CALLS
 
 import streamloader as sl
@@ -322,15 +322,14 @@ def test_a_redirect_without_a_region_is_an_error_after_a_few_requests(status, co
 @pytest.mark.parametrize("name", ["get", "read", "head", "list"])
 def test_one_redirect_to_another_host_is_followed_as_botocore_does(name, moto, bucket):
     """It asks for the region of the bucket, and repeats the request there; keys are sent to no other host."""
-    with serving(QuietHandler) as other, passing_server(moto.endpoint, lambda _: True) as server:
-        server.elsewhere = other.endpoint
+    with serving(QuietHandler) as other, FaultProxy(moto.endpoint) as proxy:
         store = open_store(
-            f"s3://{bucket}", {**moto.storage_options, "endpoint_url": server.endpoint, "retry": NO_RETRY}
+            f"s3://{bucket}", {**moto.storage_options, "endpoint_url": proxy.endpoint, "retry": NO_RETRY}
         )
         store.put("a", BODY)
-        server.faults.append("307")
+        proxy.faults = [Fault("307", times=1, location=other.endpoint)]
         STORE_CALLS[name](store)
-        assert not server.faults
+        assert proxy.counts["307"] == 1
         assert not other.connections
 
 

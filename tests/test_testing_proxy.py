@@ -350,6 +350,12 @@ def test_a_fault_hits_only_the_paths_methods_headers_and_repeats_that_it_names(p
         assert client.head()[0] == status, (method, path, headers)
 
 
+def test_a_fault_that_has_hit_as_often_as_it_may_leaves_requests_to_the_next_one(proxy):
+    proxy.faults = [Fault("503", path="/b/", times=2), Fault("500", path="/b/", times=1)]
+    found = [Client(proxy.endpoint).send(path=f"/{path}").response()[0] for path in ("b/1", "c/1", "b/2", "b/1", "b/3")]
+    assert found == [503, 206, 503, 500, 206]
+
+
 @given(st.integers(0, 2**63), st.sampled_from(sorted(set(KINDS) - {"brown-out"})), st.floats(0, 1), st.integers(0, 9))
 def test_the_choice_is_a_pure_function_and_a_higher_rate_only_adds_requests(seed, kind, rate, number):
     request = Request("GET", "/b/x?a=1", {"range": "bytes=0-9"}, b"")
@@ -431,7 +437,7 @@ def test_the_command_prints_its_endpoint_and_at_the_end_its_counters(server):
         ("stall:x", "cannot be read"),
         ("stall,path=(", "no regular expression"),
         ("stall,speed=1", "cannot be read"),
-        ("stall,first=0", "give at least 1"),
+        *(("stall,first=0", "give at least 1"), ("stall,times=0", "give at least 1")),
         ("trickle,bytes_per_second=0", "bytes_per_second above 0"),
     ],
 )

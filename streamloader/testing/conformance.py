@@ -24,33 +24,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from io import BytesIO
 from typing import Any, NamedTuple
 
 from streamloader.errors import NotFoundError, ObjectExistsError, StorageError, StreamloaderError, UsageError
 from streamloader.storage import Store, open_store
 from streamloader.storage.objects import join_path
 from streamloader.storage.process import run_all
+from streamloader.storage.retry import client_errors
 from streamloader.storage.store import READ_ONLY
 
 DIGITS = b"0123456789"
 # all, parts, beyond the end, at the end, past the end, nothing
 SLICES = ((0, 10), (0, 1), (3, 7), (9, 10), (5, 50), (10, 20), (50, 60), (4, 4))
-NAMES = (
-    "x y",
-    "a+b",
-    "ü",
-    "u\u0308",
-    "日本",
-    "😀",
-    "100%25",
-    "a#b",
-    "a=b,c;d",
-    "a&b",
-    ".dot",
-    "_streamloader",
-    "~",
+NAMES = [
+    *("x y", "a+b", "ü", "u\u0308", "日本", "😀", "100%25", "a#b", "a=b,c;d", "a&b", ".dot", "_streamloader", "~"),
     "x" * 200,
-)
+]
 PART_BYTES = 5 << 20  # S3's smallest part of a multipart upload
 THREADS = 8
 RETRY = {"outage_seconds": 5.0, "request_seconds": 5.0}  # what always fails is a finding
@@ -265,17 +255,18 @@ def _missing(place: Place) -> None:
     store = place.store
     store.put("a/digits", DIGITS)
     _same((store.head("a/none"), store.head("a")), (None, None), "HEAD of a missing object, and of a folder")
-    for name in ("a/none", "a"):
-        with _raises(NotFoundError, f"GET of {name}"):
-            store.get(name)
-    with _raises(NotFoundError, "a range of a missing object"):
-        store.get_range("a/none", 0, 1)
-    with _raises(NotFoundError, "the end of a missing object"):
-        store.get_tail("a/none", 1)
-    with _raises(NotFoundError, "a range of a missing object by the data plane"):
-        store.reader().read("a/none", 0, 1)
-    with _raises(NotFoundError, "replace of a missing object"):
-        store.replace("a/none", b"1", b"0")
+    with _raises(NotFoundError, "GET of a folder"):
+        store.get("a")
+    requests: dict[str, Callable[[str], object]] = {
+        "GET": store.get,
+        "a range": lambda path: store.get_range(path, 0, 1),
+        "the end": lambda path: store.get_tail(path, 1),
+        "a range by the data plane": lambda path: store.reader().read(path, 0, 1),
+        "replace": lambda path: store.replace(path, b"1", b"0"),
+    }
+    for what, request in requests.items():
+        with _raises(NotFoundError, f"{what} of a missing object"):
+            request("a/none")
 
 
 def _create(place: Place) -> None:
@@ -446,8 +437,8 @@ def _s3(place: Place) -> tuple[Any, Callable[[str], str]]:
 
 def _checksums(place: Place) -> None:
     client, key = _s3(place)
-    with suppress(StorageError, *_client_errors()):
-        client.call("PutObject", Key=key("a"), Body=_file(DIGITS), ChecksumCRC32C=base64.b64encode(b"0000").decode())
+    with suppress(StorageError, *client_errors()):
+        client.call("PutObject", Key=key("a"), Body=BytesIO(DIGITS), ChecksumCRC32C=base64.b64encode(b"0000").decode())
         raise LawError("a PUT with a wrong CRC-32C has succeeded")
     _same(place.store.head("a"), None, "HEAD after a PUT with a wrong CRC-32C")
     place.store.put("a", DIGITS)
@@ -470,18 +461,6 @@ def _unfinished(place: Place) -> None:
     _same(list(place.store.list()), [], "the listing while uploads are unfinished")
     _same(place.store.child("a").remove_leftovers(), 2, "the unfinished uploads that were removed below a folder")
     _same(place.store.remove_leftovers(), 1, "those that were removed below the store")
-
-
-def _file(data: bytes) -> Any:
-    from io import BytesIO
-
-    return BytesIO(data)
-
-
-def _client_errors() -> tuple[type[BaseException], ...]:
-    from streamloader.storage.retry import client_errors
-
-    return client_errors()
 
 
 _UNUSABLE = "the store cannot be used"

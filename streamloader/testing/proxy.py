@@ -76,17 +76,8 @@ GARBAGE = {
     "long-header": b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 700_000 + b"\r\nContent-Length: 0\r\n\r\n",
     "many-headers": b"HTTP/1.1 206 Partial Content\r\n" + b"X-A: a\r\n" * 500 + b"Content-Length: 0\r\n\r\n",
 }
-_ERRORS = {
-    "301": (301, "PermanentRedirect"),
-    "307": (307, "TemporaryRedirect"),
-    "400": (400, "RequestTimeout"),
-    "403": (403, "ExpiredToken"),
-    "404": (404, "NoSuchKey"),
-    "429": (429, "TooManyRequests"),
-    "500": (500, "InternalError"),
-    "503": (503, "SlowDown"),
-    "503-retry-after": (503, "SlowDown"),
-}
+# kind: status and code, which its description begins with
+_ERRORS = {kind: (int(kind[:3]), re.split(r"\W", text)[0]) for kind, text in KINDS.items() if kind[0] in "345"}
 _INSTEAD = {*_ERRORS, *GARBAGE, "reset"}
 _HALF = {"reset-body", "half-open", "truncate", "short"}
 _OF_BODY = {*_HALF, "trickle", "flip", "wrong-range", "bandwidth"}  # they need one
@@ -109,7 +100,8 @@ class Fault:
     Of the requests whose method is `method` (such as "PUT" or "GET|HEAD"; default all), whose path with its query
     matches the regular expression `path` anywhere, and that have the header `header` if one is given, each gets the
     fault with the probability `rate`. With `first=n`, only the first n of those with the same method, path and range
-    may get it: the n-th repeat then succeeds. `seconds`, `bytes_per_second` and `location` are those of the kind.
+    may get it: the n-th repeat then succeeds. `times` is how many get it in all: those that arrive first. `seconds`,
+    `bytes_per_second` and `location` are those of the kind.
 
     Raises `UsageError` for an unknown kind and for values out of range.
     """
@@ -120,6 +112,7 @@ class Fault:
     method: str = ""
     header: str = ""
     first: int | None = None
+    times: int | None = None
     seconds: float | None = None
     bytes_per_second: float | None = None
     location: str = ""
@@ -127,7 +120,8 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"there is no fault {self.kind!r}", f"use one of {', '.join(KINDS)}")
-        for name, value, least in (("rate", self.rate, 0), ("first", self.first, 1), ("seconds", self.seconds, 0)):
+        for name, least in (("rate", 0), ("first", 1), ("times", 1), ("seconds", 0)):
+            value = getattr(self, name)
             if value is not None and not value >= least:
                 raise UsageError(f"{name}={value!r} of the fault {self.kind!r}", f"give at least {least}")
         if self.rate > 1 or (self.bytes_per_second is not None and not self.bytes_per_second > 0):
@@ -162,7 +156,8 @@ class Fault:
         first, *more = text.split(",")
         kind, _, rate = first.partition(":")
         given = dict(pair.partition("=")[::2] for pair in more)
-        kinds: dict[str, Callable[[str], Any]] = {"first": int, "seconds": float, "bytes_per_second": float}
+        kinds: dict[str, Callable[[str], Any]] = {"first": int, "times": int, "seconds": float}
+        kinds["bytes_per_second"] = float
         try:
             values = {name: kinds.get(name, str)(value) for name, value in given.items()}
             return cls(kind, float(rate or 1), **values)
@@ -294,24 +289,24 @@ def _thread(options: Mapping[str, Any], stack: contextlib.ExitStack) -> Callable
 
 
 def _process(options: Mapping[str, Any], stack: contextlib.ExitStack) -> Callable[[str, Any], Any]:
-    """Run the server in a process until the stack closes; return the function that calls the server."""
+    """Run the server in a process until the stack closes; return the function that calls the server.
+
+    Each line of its input is a call, and each line of its output the result.
+    """
+    _Server(**options)  # raises for what is wrong with them
     command = [sys.executable, "-m", __name__, "--control", json.dumps(options)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    lines, answers = process.stdin, process.stdout
-    lock = threading.Lock()
-    stack.enter_context(answers)
-    stack.callback(process.wait)
+    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     stack.callback(process.kill)
-    stack.callback(lines.close)
+    lock = threading.Lock()
 
     def call(name: str, value: Any) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
         with lock:
-            lines.write(json.dumps([name, value]).encode() + b"\n")
-            lines.flush()
-            ready, _, _ = select.select([answers], [], [], CONTROL_SECONDS)
-            answer = answers.readline() if ready else b""
+            process.stdin.write(json.dumps([name, value]).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], CONTROL_SECONDS)
+            answer = process.stdout.readline() if ready else b""
         if not answer:
             raise UsageError("the proxy's process does not answer", "see its error output")
         result, error = json.loads(answer)
@@ -320,6 +315,18 @@ def _process(options: Mapping[str, Any], stack: contextlib.ExitStack) -> Callabl
         return result
 
     return call
+
+
+def _controlled(options: Mapping[str, Any]) -> None:
+    """Run the server until standard input ends."""
+    with contextlib.ExitStack() as stack:
+        call = _thread(options, stack)
+        for line in sys.stdin:
+            try:
+                result, problem = call(*json.loads(line)), ""
+            except (OSError, UsageError) as error:
+                result, problem = None, str(error)
+            _write(json.dumps([result, problem]))
 
 
 class _Server:
@@ -354,6 +361,7 @@ class _Server:
         """Replace the faults."""
         self.faults = [Fault(**fault) for fault in faults]
         self.numbers: Counter[tuple[int, ...]] = Counter()
+        self.hits: Counter[int] = Counter()  # of each fault
         self.free_at: dict[Fault, float] = {}
         self.begin = time.monotonic()
 
@@ -384,7 +392,10 @@ class _Server:
             if fault.selects(request):
                 number = self.numbers[index, key]
                 self.numbers[index, key] += 1
-                if chosen is None and is_chosen(fault, self.seed, request, number, time.monotonic() - self.begin):
+                if chosen is not None or (fault.times is not None and self.hits[index] >= fault.times):
+                    continue
+                if is_chosen(fault, self.seed, request, number, time.monotonic() - self.begin):
+                    self.hits[index] += 1
                     chosen, place = fault, draw(self.seed, "place", *request.key, number)
         return chosen, place
 
@@ -696,7 +707,7 @@ def _error_response(fault: Fault, request: Request, behind: str) -> bytes:
     status, code = _ERRORS[fault.kind]
     body = f"<Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
     headers = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
-    if status in (301, 307):
+    if status == 301:
         headers["x-amz-bucket-region"] = "us-east-1"
     if status == 307:
         headers["Location"] = (fault.location or behind) + request.target
@@ -760,11 +771,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.control:
-        return asyncio.run(_controlled(json.loads(given.control)))
+        _controlled(json.loads(given.control))
+        return 0
+    options = {name: getattr(given, name) for name in ("seed", "tls", "host", "port")}
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in all threads
     try:
-        faults = [Fault.parse(text) for text in given.fault]
-        options = {name: getattr(given, name) for name in ("behind", "seed", "tls", "host", "port")}
-        asyncio.run(_foreground({**options, "behind": given.behind or ""}, faults))
+        with FaultProxy(given.behind or "", map(Fault.parse, given.fault), **options) as proxy:
+            _write(proxy.endpoint)
+            signal.sigwait(ends)
+            _write(json.dumps(proxy.counts))
     except UsageError as error:
         parser.error(str(error))
     return 0
@@ -773,37 +789,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     kinds = "\n".join(f"  {kind:16} {what}" for kind, what in KINDS.items())
     return f"A proxy in front of an S3 server that makes requests fail.\n\nkinds of faults:\n{kinds}"
-
-
-async def _foreground(options: Mapping[str, Any], faults: Iterable[Fault]) -> None:
-    server, ended = _Server(**options), asyncio.Event()
-    server.set_faults(asdict(fault) for fault in faults)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    _write(await server.start())
-    await ended.wait()
-    await server.stop()
-    _write(json.dumps(server.counts))
-
-
-async def _controlled(options: Mapping[str, Any]) -> int:
-    """Serve until standard input ends, each line of which is a call of the server, answered by a line."""
-    reader = asyncio.StreamReader(limit=1 << 24)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    server: _Server | None = None
-    while line := await reader.readline():
-        result: Any = None
-        problem = ""
-        try:
-            server = server or _Server(**options)
-            result = await server.call(*json.loads(line))
-        except (OSError, UsageError) as error:
-            problem = str(error)
-        _write(json.dumps([result, problem]))
-    if server is not None:
-        await server.stop()
-    return 0
 
 
 def _write(line: str) -> None:
