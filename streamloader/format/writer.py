@@ -37,6 +37,7 @@ class RowBuffer:
         fixed = [(name, field) for name, field in fields.items() if field.fixed and not lists]
         self._arrays = {name: np.empty((capacity, *field.shape), field.dtype) for name, field in fixed}
         self._lists: dict[str, list[bytes]] = {name: [] for name in fields if name not in self._arrays}
+        self.list_bytes = 0  # of the texts and bytes in lists, whose sizes the fields do not tell
 
     def __len__(self) -> int:
         return self._count
@@ -48,6 +49,7 @@ class RowBuffer:
             array[self._count] = values[name]
         for name, items in self._lists.items():
             items.append(values[name])  # type: ignore[arg-type]
+            self.list_bytes += _size(values[name])
         self._count += 1
 
     def extend(self, columns: Mapping[str, Column], start: int, stop: int) -> None:
@@ -57,6 +59,7 @@ class RowBuffer:
             array[self._count : self._count + stop - start] = columns[name][start:stop]
         for name, items in self._lists.items():
             items.extend(columns[name][start:stop])
+            self.list_bytes += sum(map(_size, items[self._count :]))
         self._count += stop - start
 
     def columns(self) -> dict[str, Column]:
@@ -71,6 +74,10 @@ class RowBuffer:
         for name, old in self._arrays.items():
             self._arrays[name] = np.empty((self._capacity, *old.shape[1:]), old.dtype)
             self._arrays[name][: self._count] = old[: self._count]
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, bytes | str) else getattr(value, "nbytes", 0)
 
 
 class Uploads:

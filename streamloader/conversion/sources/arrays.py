@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, RowSource, damaged, drop_rows, split_rows
+from streamloader.conversion.sources.base import (
+    AGAIN,
+    BadSample,
+    OnBad,
+    RowSource,
+    check_decoded,
+    damaged,
+    drop_rows,
+    split_rows,
+)
 from streamloader.conversion.sources.fields import ANY, FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
@@ -27,7 +36,6 @@ from streamloader.format.values import exact_in_float
 from streamloader.storage import ObjectInfo, Store
 from streamloader.zarr.cf import Unpacking, attribute_text, unpacking_of
 
-MAX_STORED_CHUNK = 1 << 30  # bytes; a stored chunk is decoded at once
 # A few bytes may declare any size, since absent chunks read as the fill value. Real data do not compress this much.
 CLAIM_BYTES = 4 << 30
 CLAIM_RATIO = 1 << 16
@@ -198,16 +206,15 @@ def reading(problem: str) -> Iterator[None]:
         raise damaged(f"{problem}: {text}") from error
 
 
-def check_claim(where: str, claimed: int, stored: int, chunk: int = 0) -> None:
+def check_claim(where: str, claimed: int, stored: int, limit: int, *, row: int = 0, chunk: int = 0) -> None:
     """Raise `SourceError` for an array that declares too many bytes for a file or store of `stored` bytes.
 
-    `chunk` is the decoded size of its chunks in bytes, which is limited too.
+    `row` and `chunk` are the sizes of its rows and chunks in bytes, as far as these are decoded; `limit` limits them.
     """
     if claimed > max(CLAIM_BYTES, stored * CLAIM_RATIO):
         raise unfit(f"{where} claims {claimed} bytes of which {stored} at most are stored", AGAIN)
-    if chunk > MAX_STORED_CHUNK:
-        problem = f"{where} has chunks of {chunk} bytes, each of which is decoded at once"
-        raise unfit(problem, f"store it in chunks of at most {MAX_STORED_CHUNK} bytes")
+    check_decoded(f"{where} has chunks of", chunk, limit)
+    check_decoded(f"{where} has rows of", row, limit)
 
 
 def _not_utf8(texts: list[bytes]) -> Bad:

@@ -26,9 +26,28 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrow_types, ranged_io
 from streamloader.conversion.sources.arrow_types import FREE, ArrowColumn, Leaf, read_json, same_column
-from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, RowSource, split_rows
+from streamloader.conversion.sources.base import (
+    AGAIN,
+    MAX_DECODED,
+    BadSample,
+    OnBad,
+    RowSource,
+    check_shard,
+    split_rows,
+)
 from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat, common_encoding
 from streamloader.conversion.sources.files import Listing, field_names, head, require
+from streamloader.conversion.sources.table_limits import (
+    BATCH,
+    DICTIONARY,
+    SCHEMA,
+    Buffers,
+    ObservedFile,
+    Pages,
+    TooManyRowsError,
+    number_at,
+    slot_at,
+)
 from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
@@ -60,13 +79,14 @@ Batches = Iterator[tuple[int, "pa.RecordBatch"]]  # the number of its first row 
 class TableFormat:
     """A format of tables. `noun` names it in messages; `scan` reads the metadata of a file.
 
-    `read_rows` yields batches that contain all rows of a cut, with at least the given columns.
+    `read_rows` yields batches that contain all rows of a cut, with at least the given columns. Its last argument is the
+    option `max_decoded`.
     """
 
     noun: str
     extensions: tuple[str, ...]
     scan: Callable[[Store, ObjectInfo], tuple[Table, pa.Schema]]
-    read_rows: Callable[[Store, Cut, Sequence[ArrowColumn]], Batches]
+    read_rows: Callable[[Store, Cut, Sequence[ArrowColumn], int], Batches]
 
     def files(self, listing: Listing) -> tuple[ObjectInfo, ...]:
         """Return the visible files with the extensions; names with a leading `_` are hidden in folders, as in Spark."""
@@ -114,7 +134,7 @@ class Tables:
     """The rows of all files, in order, or of the ascending `cuts`, which is a fragment.
 
     `columns` has the column of each field. `keys` has the path key of each field that is constant for a file, such as
-    `label` in `label=cat/x.parquet`.
+    `label` in `label=cat/x.parquet`. `max_decoded` is that of the selection.
     """
 
     store: Store
@@ -124,6 +144,7 @@ class Tables:
     keys: Mapping[str, str]
     cuts: Sequence[Cut] = ()
     mapped: bool = False
+    max_decoded: int = MAX_DECODED
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -178,6 +199,7 @@ class Tables:
             if not len(out):  # reserved only now: the schema alone does not prove the size of a row
                 out = RowBuffer(self.fields, sum(len(rows) for _, rows in self.cuts), self.mapped)
             out.extend(columns, 0, good)
+            check_shard(out.list_bytes, f"{store.url}/{table.info.path}", self.max_decoded)
             position += len(rows)
         return out.columns()
 
@@ -207,7 +229,7 @@ class Tables:
         (table, rows), schema = cut, None
         columns, remaining = list(self.columns.values()), len(rows)
         with reading(self.store, table.info, self.table_format.noun):
-            for first, batch in self.table_format.read_rows(self.store, cut, columns):
+            for first, batch in self.table_format.read_rows(self.store, cut, columns, self.max_decoded):
                 if schema is None:
                     schema = batch.schema
                     leaves = {leaf.path: leaf for leaf in arrow_types.leaves(schema)}
@@ -266,7 +288,8 @@ def open_tables(
         if missing is not None:
             problem = f"{where} is in no folder {missing}=..., but {first.path} is"
             raise SourceError(problem, "put every file into one, or leave the key out with fields=")
-    tables = Tables(store, form, [table for table, _ in scanned], columns, keys, mapped=selection.mapped)
+    read = [table for table, _ in scanned]
+    tables = Tables(store, form, read, columns, keys, mapped=selection.mapped, max_decoded=selection.max_decoded)
     tables = replace(tables, columns=_with_fill(tables, selection, listing.url))
     notes = _notes(tables, features or _features(expected), len(listing.files) - len(infos))
     untyped = {name: c for name, c in tables.columns.items() if selection.fields.get(name) is None and not c.unfit}
@@ -299,7 +322,8 @@ def _choose(
         if leaf is None:
             continue
         try:
-            columns[name] = arrow_types.column_of(leaf, selection.fields.get(name), selection.mapped)
+            column = arrow_types.column_of(leaf, selection.fields.get(name), selection.mapped)
+            columns[name] = replace(column, max_decoded=selection.max_decoded)
         except FieldError as error:
             if selection.mapped:
                 columns[name] = ArrowColumn(leaf, ANY, unfit=True)
@@ -414,7 +438,6 @@ _FEATHER_1 = b"FEA1"
 _CONTINUES = b"\xff\xff\xff\xff"
 _METADATA_BYTES = 64 << 20  # more than any schema has: a damaged length must not exhaust the memory
 _HEADERS_BYTES = 64 << 10  # read at a time to find headers, which have bodies between them
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
 
 def scan_arrow(store: Store, info: ObjectInfo) -> tuple[Table, pa.Schema]:
@@ -430,13 +453,13 @@ def scan_arrow(store: Store, info: ObjectInfo) -> tuple[Table, pa.Schema]:
             raise SourceError(f"{where} is a Feather file of version 1", "write it with pyarrow.feather, version 2")
         headers: list[tuple[int, int, int, int]] = []
         for kind, start, stop, rows in _messages(file, _AFTER_MAGIC if magic == _MAGIC else 0, info.size, where):
-            if kind not in (_SCHEMA, _DICTIONARY, _BATCH) or (kind == _SCHEMA) != (not headers):
+            if kind not in (SCHEMA, DICTIONARY, BATCH) or (kind == SCHEMA) != (not headers):
                 raise SourceError(f"{where} holds a message of type {kind} at byte {start}, which no table has", AGAIN)
             headers.append((kind, start, stop, rows))
         if not headers:
             raise SourceError(f"{where} has no schema", AGAIN)
         messages = np.array(headers, np.int64)
-        table = Table(info, messages[messages[:, 0] == _BATCH, 3], messages[:, :3])
+        table = Table(info, messages[messages[:, 0] == BATCH, 3], messages[:, :3])
         return table, _schema(store, table)
 
 
@@ -474,28 +497,16 @@ def _messages(file: BinaryIO, start: int, size: int, where: str) -> Iterator[tup
 
 def _parse(data: bytes) -> tuple[int, int, int]:
     """Return type, length of the body in bytes, and number of rows from a message's metadata. Raises ValueError."""
-
-    def number(at: int, layout: str = "<i") -> int:
-        if at < 0:  # struct would count it from the end
-            raise ValueError(f"byte {at}")
-        return int(struct.unpack_from(layout, data, at)[0])
-
-    def slot(table: int, at: int, layout: str) -> tuple[int, int]:
-        """Return the position and the value of the slot at byte `at` of a table's vtable; zeros for its default."""
-        vtable = table - number(table)
-        offset = number(vtable + at, "<H") if at < number(vtable, "<H") else 0
-        return (table + offset, number(table + offset, layout)) if offset else (0, 0)
-
-    message = number(0, "<I")
-    kind, body = (slot(message, at, layout)[1] for at, layout in ((6, "<B"), (10, "<q")))
-    header = sum(slot(message, 8, "<I"))  # a table, at this distance from the slot
-    rows = slot(header, 4, "<q")[1] if kind == _BATCH and header else 0
+    message = number_at(data, 0, "<I")
+    kind, body = (slot_at(data, message, at, layout)[1] for at, layout in ((6, "<B"), (10, "<q")))
+    header = sum(slot_at(data, message, 8, "<I"))  # a table, at this distance from the slot
+    rows = slot_at(data, header, 4, "<q")[1] if kind == BATCH and header else 0
     if min(body, rows) < 0:
         raise ValueError("a negative length")
     return kind, body, rows
 
 
-def read_arrow_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn]) -> Batches:
+def read_arrow_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn], limit: int) -> Batches:
     """Yield the record batches with the given rows, one in memory at a time; from a file, with these columns only."""
     table, rows = cut
     blocks = split_rows(table.counts, rows)
@@ -503,23 +514,34 @@ def read_arrow_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn]) -> B
     selected, names = {column.leaf.path[0] for column in columns}, _schema(store, table).names
     included = [number for number, name in enumerate(names) if name in selected]
     options = ipc.IpcReadOptions(included_fields=included, use_threads=False)
+    buffers = Buffers(f"{store.url}/{table.info.path}", limit)
     if table.messages[0, 1]:  # a file, which begins with its magic; a stream begins with the schema
         few = 2 * len(included) < len(names)  # the columns between them are then skipped
         buffer = ranged_io.GAP_BYTES if few else ranged_io.BUFFER_BYTES
-        file = ipc.open_file(ranged_io.open_file(store, table.info, buffer), options=options)
+        source = ObservedFile(store, table.info, buffer, buffers.observe)
+        file = ipc.open_file(source, options=options)
         if file.num_record_batches != len(table.counts):
             raise damaged(store, table.info, "has other record batches than its footer says")
-        batches: Iterator[pa.RecordBatch] = (file.get_batch(number) for number in numbers)
+        batches: Iterator[pa.RecordBatch] = (_batch(file, source, number) for number in numbers)
     else:
-        needed = table.messages[:, 0] != _BATCH
+        needed = table.messages[:, 0] != BATCH
         chosen = np.flatnonzero(~needed)[numbers]
         needed[chosen] = True
         needed[chosen[-1] + 1 :] = False  # dictionaries apply to the batches that follow them
-        batches = iter(ipc.open_stream(_Spans(store, table.info, table.messages[needed, 1:]), options=options))
+        spans = _Spans(store, table.info, table.messages[needed, 1:], buffers)
+        batches = iter(ipc.open_stream(spans, options=options))
     for (number, start, _), batch in zip(blocks, batches, strict=False):  # `Tables` checks that no row is missing
         if batch.num_rows != table.counts[number]:
             raise damaged(store, table.info, "has other record batches than its headers say")
         yield start, batch
+        buffers.begin()
+
+
+def _batch(file: Any, source: ObservedFile, number: int) -> pa.RecordBatch:
+    try:
+        return file.get_batch(number)
+    except (pa.ArrowException, OSError) as error:
+        raise source.refused or error from None
 
 
 IPC = TableFormat("Arrow", ("arrow", "feather", "ipc"), scan_arrow, read_arrow_rows)
@@ -528,7 +550,8 @@ IPC = TableFormat("Arrow", ("arrow", "feather", "ipc"), scan_arrow, read_arrow_r
 class _Spans(io.RawIOBase):
     """The concatenated spans (start, stop) of an object, as a file that is read once from its start."""
 
-    def __init__(self, store: Store, info: ObjectInfo, spans: NDArray[np.int64]) -> None:
+    def __init__(self, store: Store, info: ObjectInfo, spans: NDArray[np.int64], buffers: Buffers) -> None:
+        self._buffers, self._at = buffers, 0
         step, last = ranged_io.REQUEST_BYTES, spans[:, 1]
         starts = np.array([at for start, stop in spans.tolist() for at in range(start, stop, step)], np.int64)
         stops = np.minimum(starts + step, last[np.searchsorted(last, starts, side="right")])
@@ -549,7 +572,10 @@ class _Spans(io.RawIOBase):
             parts.append(self._piece[:size])
             self._piece = self._piece[size:]
             size -= len(parts[-1])
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        self._buffers.observe(self._at, data)
+        self._at += len(data)
+        return data
 
 
 _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # folders with the log of a table
@@ -586,7 +612,7 @@ def scan_parquet(store: Store, info: ObjectInfo) -> tuple[Table, pa.Schema]:
     return Table(info, counts, _NO_MESSAGES), schema
 
 
-def read_parquet_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn]) -> Batches:
+def read_parquet_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn], limit: int) -> Batches:
     """Yield batches with the given rows and columns. A row group is read up to its last selected row.
 
     The columns of a row group of up to 64 MiB, 2 MiB for local files, are fetched at once, of a larger one in pieces.
@@ -598,33 +624,43 @@ def read_parquet_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn]) ->
         raise damaged(store, table.info, "has other row groups than before")
     names = [".".join(column.leaf.path) for column in columns]
     blocks = split_rows(table.counts, rows)
-    limit = _NEAR_BYTES if store.reader().kind == "file" else _FAR_BYTES
-    plans = [_plan(groups[number], len(names), int(within[-1]) + 1, limit) for number, _, within in blocks]
+    near = store.reader().kind == "file"
+    at_once = _NEAR_BYTES if near else _FAR_BYTES
+    plans = [_plan(groups[number], len(names), int(within[-1]) + 1, at_once) for number, _, within in blocks]
     piece = min((piece for piece, _ in plans if piece), default=0)
     few = 2 * len(names) < metadata.num_columns  # the columns between them are then skipped
-    source = ranged_io.open_file(store, table.info, piece or (ranged_io.GAP_BYTES if few else ranged_io.BUFFER_BYTES))
+    pages = Pages(f"{store.url}/{table.info.path}", limit)
+    buffer = piece or (ranged_io.GAP_BYTES if few else ranged_io.BUFFER_BYTES)
+    source = ObservedFile(store, table.info, buffer, pages.observe)
     options = {"buffer_size": piece, "pre_buffer": False, "page_checksum_verification": True}
     file = pq.ParquetFile(source, metadata=metadata, **options)
-    size, near = _FIRST_ROWS, limit == _NEAR_BYTES
+    size = _FIRST_ROWS
     for (number, start, within), (_, longest) in zip(blocks, plans, strict=True):
         at, stop = 0, int(within[-1]) + 1
         while at < stop:  # repeats if the batch size changes: the group is then decoded from its start
             count, before = min(size, longest), at
-            batches = file.iter_batches(count, row_groups=[number], columns=names, use_threads=False)
-            for first, batch in _from_row(batches, at):
-                yield start + first, batch
-                at = first + batch.num_rows
-                size = min(_next_size(count, batch), longest)
-                if at >= stop or size < count or (near and size > count):  # a remote group is not fetched again to grow
-                    break
+            pages.begin(count)
+            try:
+                batches = file.iter_batches(count, row_groups=[number], columns=names, use_threads=False)
+                for first, batch in _from_row(batches, at, pages):
+                    yield start + first, batch
+                    at = first + batch.num_rows
+                    size = min(_next_size(count, batch), longest)
+                    # a remote group is not fetched again to grow
+                    if at >= stop or size < count or (near and size > count):
+                        break
+            except TooManyRowsError as found:
+                size = found.rows
+                continue
             if at == before:
                 break  # the group is shorter than declared; `Tables` raises for missing rows
 
 
-def _from_row(batches: Iterator[pa.RecordBatch], row: int) -> Batches:
+def _from_row(batches: Iterator[pa.RecordBatch], row: int, pages: Pages) -> Batches:
     """Yield the batches of a row group from a row on, each with the number of its first row."""
     first = 0
     for batch in batches:
+        pages.decoded()
         stop = first + batch.num_rows
         if stop > row:
             skipped = max(0, row - first)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import RowNumbers
+from streamloader.conversion.sources.base import MAX_DECODED, RowNumbers, check_decoded
 from streamloader.errors import FieldError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
@@ -66,7 +66,7 @@ class ArrowColumn:
 
     `unit` is that of times stored as whole numbers. `fill` replaces nulls; if it is None, nulls are bad. The integers
     of a `widened` column become floats, so that `fill` can be a float, such as NaN. No field holds the values of an
-    `unfit` column, which only a map function gets.
+    `unfit` column, which only a map function gets. `max_decoded` is that of the selection.
     """
 
     leaf: Leaf
@@ -76,6 +76,7 @@ class ArrowColumn:
     fill: Any = None
     widened: bool = False
     unfit: bool = False
+    max_decoded: int = MAX_DECODED
 
 
 def leaves(schema: pa.Schema) -> list[Leaf]:
@@ -279,7 +280,7 @@ def _values(batch: pa.RecordBatch, column: ArrowColumn, rows: NDArray[np.int64])
     if not bad:
         return stored[""]
     array, values = _member(batch, column.leaf), iter(stored[""])
-    array = array if column.unfit else _plain(array)  # texts as bytes, times as numbers
+    array = array if column.unfit else _plain(array, column)  # texts as bytes, times as numbers
     return [array[row].as_py() if index in bad else next(values) for index, row in enumerate(rows.tolist())]
 
 
@@ -293,7 +294,7 @@ def _member(batch: pa.RecordBatch, leaf: Leaf) -> pa.Array:
 
 def _checked(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], bad: BadRows) -> pa.Array:
     """Return a column of some rows, first and count, as `_plain` does, with fill values for nulls; add bad rows."""
-    array = _plain(_member(batch, column.leaf).slice(*rows))
+    array = _plain(_member(batch, column.leaf).slice(*rows), column)
     if column.widened:
         dtype = np.dtype(column.field.dtype)
         numbers, nulls = numbers_of(array.fill_null(0)), _nulls(array)
@@ -321,13 +322,18 @@ def _checked(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], 
     return array
 
 
-def _plain(array: pa.Array) -> pa.Array:
+def _plain(array: pa.Array, column: ArrowColumn) -> pa.Array:
     """Return the values without extension, dictionary and view; strings as bytes, since they may not be UTF-8."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
-        return _plain(array.storage)
+        return _plain(array.storage, column)
     if pa.types.is_dictionary(kind):
-        return pa.DictionaryArray.from_arrays(array.indices, _plain(array.dictionary)).dictionary_decode()
+        values = _plain(array.dictionary, column)
+        binary = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+        sizes = pc.binary_length(values) if binary else pa.scalar(values.nbytes // max(len(values), 1))
+        taken = pc.sum(sizes.take(array.indices)).as_py() if binary else len(array) * sizes.as_py()
+        check_decoded(f"the values of {column.leaf.name!r} have", taken or 0, column.max_decoded)
+        return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
     if _is_text(kind):
         binary = {"string": pa.binary(), "large_string": pa.large_binary()}
         array = array.view(binary.get(str(kind)) or pa.binary_view())
@@ -360,7 +366,7 @@ def _inner_values(array: pa.Array, column: ArrowColumn) -> Iterator[tuple[pa.Arr
     for level in range(1, len(column.sizes) + 1):
         lengths = numbers_of(pc.list_value_length(array).fill_null(0)).astype(np.int64, copy=False)
         edges = np.concatenate(([0], np.cumsum(lengths)))[edges]
-        array = _with_fill(_plain(array.flatten()), column, level)  # flatten omits the values of null lists
+        array = _with_fill(_plain(array.flatten(), column), column, level)  # flatten omits the values of null lists
         yield array, lengths, edges
 
 

@@ -13,6 +13,8 @@ from streamloader.format.manifest import Field
 from streamloader.storage.objects import ObjectInfo
 
 AGAIN = "fetch or make it again"
+MAX_DECODED = 1 << 30  # bytes, the default of the source option `max_decoded`
+SHARD_DECODED = 4  # times that: what the samples of a shard, which are held together, may take
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,25 @@ RowNumbers = NDArray[np.int64]
 def damaged(problem: str) -> SourceError:
     """Return the error for a file that is damaged or truncated."""
     return SourceError(problem, AGAIN)
+
+
+def check_decoded(what: str, size: int, limit: int, least: int = 0) -> None:
+    """Raise `SourceError` if `size` bytes, which are decoded and held at once, are more than the `limit`.
+
+    A few stored bytes can decode to gigabytes. `least` is the value of the option `max_decoded` that allows them.
+    """
+    if size > limit:
+        value = least or size
+        allow = f"source_options={{'max_decoded': {value}}} (--source-option max_decoded={value})"
+        raise SourceError(f"{what} {size} bytes, at most {limit} are decoded at once", f"if you trust it, give {allow}")
+
+
+def check_shard(size: int, where: str, limit: int) -> None:
+    """Raise `SourceError` if the texts and bytes of a shard have more than `SHARD_DECODED` times `limit` bytes.
+
+    `limit` is the option `max_decoded`, `where` names the last of the samples.
+    """
+    check_decoded(f"the samples of a shard, up to {where}, have", size, SHARD_DECODED * limit, 2 * limit)
 
 
 def raise_bad(bad: BadSample) -> None:

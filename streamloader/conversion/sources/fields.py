@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import (
+    MAX_DECODED,
     Bad,
     BadSample,
     Columns,
@@ -41,7 +42,7 @@ class FieldSelection:
     packed values as stored. `mapped` says that a map function gets the fields: times become whole numbers without a
     type for them, and values that no field holds come as they are. `columns`: what to read for a map function, as
     `fields`. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields along the dimension
-    `sample_axis`, "" for their first one.
+    `sample_axis`, "" for their first one. `max_decoded`: the bytes that what is decompressed at once may have.
     """
 
     fields: Mapping[str, Field | None] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class FieldSelection:
     rechunk: tuple[str, ...] = ()
     sample_axis: str = ""
     columns: Mapping[str, Field | None] = field(default_factory=dict)
+    max_decoded: int = MAX_DECODED
 
     @property
     def notes(self) -> dict[str, Any]:

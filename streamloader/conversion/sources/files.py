@@ -31,7 +31,7 @@ _LINKS = (
     "copy the files into the folder, or convert the link's target; if you trust whoever made the links, give "
     "source_options={'follow_symlinks': True} (--source-option follow_symlinks=true)"
 )
-FOLLOW = "follow_symlinks"  # the option
+FOLLOW, DECODED = "follow_symlinks", "max_decoded"  # the options that are none of the store
 
 
 def walk_files(
@@ -235,7 +235,7 @@ def _open(parent: str, text: str, options: Mapping[str, Any]) -> Store:
 
 
 def _store(url: str, options: Mapping[str, Any]) -> Store:
-    return open_store(url, {name: value for name, value in options.items() if name != FOLLOW})
+    return open_store(url, {name: value for name, value in options.items() if name not in (FOLLOW, DECODED)})
 
 
 def _list(

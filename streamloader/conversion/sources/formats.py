@@ -3,14 +3,16 @@
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from streamloader.conversion.sources import arrow, coco, hdf5, mds, media, npy, tar, text, tfrecord, zarr
 from streamloader.conversion.sources.base import RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, choose
-from streamloader.conversion.sources.files import Listing, list_source
+from streamloader.conversion.sources.files import DECODED, Listing, list_source
 from streamloader.conversion.sources.mds import has_index
 from streamloader.errors import SourceError, UsageError
+from streamloader.options import parse_size
 
 _MODULES = (media, tar, npy, arrow, coco, tfrecord, mds, hdf5, zarr, text)
 FORMATS: Mapping[str, SourceFormat] = {form.name: form for module in _MODULES for form in module.FORMATS}
@@ -28,6 +30,8 @@ def open_source(
     known = ", ".join(FORMATS)
     if format_name is not None and format_name not in FORMATS:
         raise UsageError(f"format {format_name!r}", f"choose one of {known}")
+    if DECODED in options:
+        selection = replace(selection, max_decoded=parse_size(options[DECODED], f"{DECODED}: "))
     listing = list_source(src, options)
     chosen = format_name or _detect(listing)
     if selection.fill and not FORMATS[chosen].nullable:

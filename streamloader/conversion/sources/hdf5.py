@@ -8,10 +8,12 @@ and the stride of the rows of each variable. The rows of record variables are in
 """
 
 import gc
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays, ranged_io
-from streamloader.conversion.sources.base import RowNumbers, RowSource, damaged
+from streamloader.conversion.sources.base import RowNumbers, RowSource, check_decoded, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, require
 from streamloader.conversion.sources.ranged_io import Content
@@ -170,7 +172,7 @@ def _container(
     attributes: dict[str, dict[str, Any]] = {}
     for name, dataset in datasets.items():
         where, selected = f"{raw.name}::{dataset.name}", selection.fields.get(name)
-        stored[name] = _describe(dataset, where, raw.info.size, selected, selection.mapped)
+        stored[name] = _describe(dataset, where, raw.info.size, selected, selection)
         present = set(dataset.attrs)  # other attributes may have types that h5py cannot read
         attributes[name] = {key: dataset.attrs[key] for key in arrays.ATTRIBUTES if key in present}
     length = arrays.common_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
@@ -254,12 +256,13 @@ def _descend(file: Any, inner: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class H5Array:
-    """A dataset. `dtype` is that of the stored values, or of the items of a row."""
+    """A dataset. `dtype` is that of the stored values, or of the items of a row; `limit` is `max_decoded`."""
 
     path: str
     kind: arrays.Kind
     shape: tuple[int, ...]
     dtype: str
+    limit: int
 
 
 def _dtype(dataset: Any) -> Any:
@@ -268,19 +271,22 @@ def _dtype(dataset: Any) -> Any:
     return dataset.dtype if items is None else items
 
 
-def _describe(dataset: Any, where: str, size: int, selected: Field | None, mapped: bool) -> H5Array:
+def _describe(dataset: Any, where: str, size: int, selected: Field | None, selection: FieldSelection) -> H5Array:
     """Return the description of an h5py dataset; `selected` is the field that the user gives for it, if any.
 
     `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, unless
-    they are `mapped`, and for a compression filter that is not installed.
+    they are mapped, and for a compression filter that is not installed.
     """
     created = dataset.id.get_create_plist()
-    for number in range(created.get_nfilters()):
-        code, _, _, name = created.get_filter(number)
+    filters = [created.get_filter(number) for number in range(created.get_nfilters())]
+    for code, _, _, name in filters:
         if not h5py.h5z.filter_avail(code):
             label = f"{code} ({name.decode(errors='replace')})" if name else str(code)
             problem = f"{where} is packed with the HDF5 filter {label}, which is not installed here"
             raise arrays.unfit(problem, "install its plugin (hdf5plugin has many), repack the file")
+    packers = [code for code, *_ in filters if code not in _KEEP_SIZE]
+    if len(packers) > 1:  # each may multiply the size by a thousand
+        raise arrays.unfit(f"{where} is packed by several filters, {packers}", "repack the file with one")
     if dataset.shape is None:
         raise arrays.unfit(f"{where} is empty, without a shape")
     try:
@@ -288,10 +294,11 @@ def _describe(dataset: Any, where: str, size: int, selected: Field | None, mappe
     except TypeError as error:
         raise arrays.unfit(f"{where} holds values that no field holds: {error}") from None
     shape = tuple(int(n) for n in dataset.shape)
-    stored = dataset.id.get_type().get_size()
-    arrays.check_claim(where, prod(shape) * stored, size, prod(dataset.chunks or ()) * stored)
-    kind = arrays.kind_of(partial(_field_of, dtype, shape, where, selected), dtype, shape, mapped)
-    return H5Array(dataset.name, kind, shape, str(items))
+    value, chunks = dataset.id.get_type().get_size(), dataset.chunks
+    decoded = {"row": value * prod(shape[1:]), "chunk": value * prod(chunks)} if chunks else {}
+    arrays.check_claim(where, prod(shape) * value, size, selection.max_decoded, **decoded)
+    kind = arrays.kind_of(partial(_field_of, dtype, shape, where, selected), dtype, shape, selection.mapped)
+    return H5Array(dataset.name, kind, shape, str(items), selection.max_decoded)
 
 
 def _field_of(dtype: np.dtype[Any], shape: tuple[int, ...], where: str, selected: Field | None) -> Field:
@@ -332,10 +339,41 @@ def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers
                 same = isinstance(dataset, h5py.Dataset)
                 if not same or (dataset.shape, str(_dtype(dataset))) != (array.shape, array.dtype):
                     raise SourceChangedError(f"{where} changed since it was listed", ranged_io.CHANGED)
-                _read_dataset(dataset, rows, into[name])
+                _read_dataset(dataset, rows, into[name], partial(_check_chunks, dataset, where, array.limit))
 
 
-def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
+_DEFLATE, _LZF = 1, 32000  # filters of HDF5
+_KEEP_SIZE = (2, 3, 5, 6)  # shuffle, Fletcher's checksum, and two that pack bits
+_RATIOS = {_DEFLATE: 1032, _LZF: 88}  # the greatest of decoded to stored bytes
+
+
+def _check_chunks(dataset: Any, where: str, limit: int, start: int, stop: int) -> None:
+    """Raise `SourceError` for a chunk of the rows [start, stop) that unpacks to much more than its values.
+
+    HDF5 unpacks a chunk to its end, however long it is.
+    """
+    created = dataset.id.get_create_plist()
+    codes = [created.get_filter(number)[0] for number in range(created.get_nfilters())]
+    place = next((number for number, code in enumerate(codes) if code in _RATIOS), -1)
+    if place < 0 or not dataset.size:
+        return
+    size = prod(dataset.chunks) * dataset.id.get_type().get_size()
+    first, last = start // dataset.chunks[0], (stop - 1) // dataset.chunks[0]
+    others = [range(-(-n // chunk)) for n, chunk in zip(dataset.shape[1:], dataset.chunks[1:], strict=True)]
+    for index in product(range(first, last + 1), *others):
+        corner = tuple(i * chunk for i, chunk in zip(index, dataset.chunks, strict=True))
+        info = dataset.id.get_chunk_info_by_coord(corner)
+        if info.byte_offset is None or info.filter_mask >> place & 1 or _RATIOS[codes[place]] * info.size <= limit:
+            continue
+        if codes[place] == _LZF:
+            check_decoded(f"{where} has a chunk of up to", _RATIOS[_LZF] * info.size, limit)
+        elif len(zlib.decompressobj().decompress(dataset.id.read_direct_chunk(corner)[1], size + 5)) > size + 4:
+            raise damaged(f"{where}: the chunk at {corner} unpacks to more than its {size} bytes")
+
+
+def _read_dataset(
+    dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes], check: Callable[[int, int], None]
+) -> None:
     text = h5py.check_string_dtype(dataset.dtype) is not None
     step, longest, gap = 1, PIECE_ITEMS, 0
     if not dataset.dtype.hasobject:
@@ -344,6 +382,7 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
         longest = max(step, PIECE_BYTES // row_bytes)
     first = rows // step * step
     for i, j in cut_runs(first, first + step, gap, longest):  # a run spans no chunk without a selected row
+        check(int(rows[i]), int(rows[j - 1]) + 1)
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]

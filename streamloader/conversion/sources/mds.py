@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, RowSource, damaged
+from streamloader.conversion.sources.base import AGAIN, RowSource, check_decoded, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.media import image_bytes
@@ -29,7 +29,6 @@ NAME = "mds"
 VERSION = 2
 INDEX = "index.json"
 MAX_INDEX_BYTES = 256 << 20  # some 300,000 shards
-MAX_UNPACKED = 1 << 30  # bytes: a compressed shard is decompressed into memory
 _CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bzip2"}
 _SHARD = re.compile(r"\.mds(\.\w+)?\Z")
 # by the code that an array has if its dtype is not in the column's encoding
@@ -66,6 +65,9 @@ def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     names = field_names([column.key for column in columns], index.where)
     read = {column.key: _reader(column, index) for column in columns if selection.includes(names[column.key])}
     shards = [_shard(listing.store, index, entry, f"shard {number}") for number, entry in enumerate(index.entries)]
+    for shard in shards:
+        if shard.content.compression:
+            check_decoded(f"{shard.content.where} unpacks to", shard.content.size, selection.max_decoded)
     infos = [index.files[INDEX], *(shard.content.info for shard in shards)]
     path, times = Counter(info.path for info in infos).most_common(1)[0]
     if times > 1:
@@ -244,12 +246,10 @@ def _shard(store: Store, index: Index, entry: Mapping[str, Any], name: str) -> S
         info, stored = index.file(file["basename"]), natural(file["bytes"])
     except (KeyError, TypeError, ValueError) as error:
         raise index.error(f"does not describe {name} ({type(error).__name__}: {error})") from None
-    smaller = "write smaller shards, or unpack it"
     checks = (
         (info.size == stored, f"{stored} bytes, it has {info.size}", AGAIN),
         (4 * (count + 2) <= size, f"{count} samples in {size} bytes", AGAIN),
-        (codec in ("", *_CODECS), f"the compression {codec!r}, only {', '.join(_CODECS)} are read", smaller),
-        (not codec or size <= MAX_UNPACKED, f"{size} bytes unpacked, at most {MAX_UNPACKED} are unpacked", smaller),
+        (codec in ("", *_CODECS), f"the compression {codec!r}, only {', '.join(_CODECS)} are read", "unpack it"),
     )
     for good, problem, remedy in checks:
         if not good:

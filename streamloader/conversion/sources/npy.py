@@ -122,7 +122,9 @@ def _npz_arrays(listing: Listing, info: ObjectInfo, selection: FieldSelection) -
                 stored[name] = _parse(head, info, start, size, where, mapped=selection.mapped)
             else:
                 array = _parse(head, info, 0, entry.file_size, where, mapped=selection.mapped)
-                arrays.check_claim(where, array.row_bytes * array.count, entry.compress_size)
+                claimed = array.row_bytes * array.count
+                limit = selection.max_decoded
+                arrays.check_claim(where, claimed, entry.compress_size, limit, row=array.row_bytes)
                 stored[name] = replace(array, member=entry.filename)
     return stored
 

@@ -6,6 +6,7 @@ Images and other media in datasets of Hugging Face and torchvision stay encoded,
 import hashlib
 import inspect
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -121,6 +122,7 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Ro
     name, count = qualified_name(samples), len(samples)
     if not count:
         raise SourceError(f"the {name} has no sample", "give at least one")
+    selection = replace(selection, max_decoded=sys.maxsize)  # nothing is decompressed that others wrote
     probed = spread_rows(count, PROBED)
     if isinstance(samples, Columns) and (arrays := _as_arrays(samples)):
         keys = {field: key for key, field in field_names(list(arrays), f"the {name}").items()}

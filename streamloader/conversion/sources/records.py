@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, RowSource, split_rows, spread_rows
+from streamloader.conversion.sources.base import (
+    MAX_DECODED,
+    BadSample,
+    Fragment,
+    OnBad,
+    RowSource,
+    check_shard,
+    split_rows,
+    spread_rows,
+)
 from streamloader.conversion.sources.fields import ANY, FieldSelection, Settled, infer_field, settle
 from streamloader.conversion.sources.files import field_names
 from streamloader.errors import FieldError, SourceError, StreamloaderError
@@ -95,7 +104,9 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
         flags |= {name} if flag else set()
     typed = frozenset(name for name, field in selection.fields.items() if field is not None)
     fill = selection.fill_values(fields, url)
-    return SampleFields(kept, fields, typed, frozenset(flags), fill, not selection.fields, selection.mapped)
+    return SampleFields(
+        kept, fields, typed, frozenset(flags), fill, not selection.fields, selection.mapped, selection.max_decoded
+    )
 
 
 def _unmasked(value: Any) -> Any:
@@ -138,7 +149,7 @@ class SampleFields:
     The user has given the types of the `typed` fields: floats are rounded to them. Samples hold only bools in the
     fields that are `flags`, and numbers are made of them. `fill` has the values that replace missing ones. If the
     fields are `complete`, a sample with another key is bad. If they are `mapped`, a map function gets their values,
-    also those that no field holds.
+    also those that no field holds. `max_decoded` is that of the selection.
     """
 
     originals: Mapping[str, str]
@@ -148,6 +159,7 @@ class SampleFields:
     fill: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = False
     mapped: bool = False
+    max_decoded: int = MAX_DECODED
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -253,6 +265,7 @@ def _read_checked(records: RecordFragment, fields: SampleFields, capacity: int, 
     for position, name, sample in records(on_bad):
         try:
             rows.add(fields.values(sample, name))
+            check_shard(rows.list_bytes, name, fields.max_decoded)
         except FieldError:
             bad = fields.bad_sample(sample, position, name)
             assert bad is not None

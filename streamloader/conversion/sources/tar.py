@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import ranged_io
-from streamloader.conversion.sources.base import BadSample, OnBad, RowSource, damaged, split_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, RowSource, check_decoded, damaged, split_rows
 from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
@@ -181,7 +181,8 @@ def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     Raises `SourceError` for a truncated tar, for samples with different suffixes, and for a key that a tar has twice.
     """
     tars = require(listing.of_inner("tar"), listing, "tar")
-    indexes = run_all(lambda info: index_tar(listing.store, info), tars, ranged_io.READ_THREADS)
+    limit = selection.max_decoded
+    indexes = run_all(lambda info: index_tar(listing.store, info, limit), tars, ranged_io.READ_THREADS)
     filled = [index for index in indexes if len(index.spans)]
     if not filled:
         raise SourceError(f"the tars of {listing.url} hold no sample", "expected members such as 0001.jpg and 0001.cls")
@@ -215,11 +216,11 @@ def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
         if selected and selected.kind == "ragged" and fields[name].fixed:
             fields[name] = selected  # the first sample cannot tell that arrays differ in length
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
-    samples = SampleFields(suffixes, fields, mapped=selection.mapped)
+    samples = SampleFields(suffixes, fields, mapped=selection.mapped, max_decoded=limit)
     return RowSource(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
 
 
-def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
+def index_tar(store: Store, info: ObjectInfo, limit: int) -> TarIndex:
     """Return the index of a tar. Raises `SourceError`, which names the key."""
     reader = open_reader(store, info)
     where = reader.content.where
@@ -242,6 +243,9 @@ def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
                 problem = f"has two members .{suffix}" if suffix in sample else "occurs again after other samples"
                 raise SourceError(f"the key {key!r} {problem} in {where}", "give each sample its own key")
             sample[suffix] = start, stop
+            if reader.content.compression:
+                size = sum(stop - start - _BLOCK for start, stop in sample.values())
+                check_decoded(f"the sample {key!r} of {where} has", size, limit)
         keys[key] = None
         suffixes = suffixes or tuple(sorted(sample))
         _check_same(sample, suffixes, key, where)

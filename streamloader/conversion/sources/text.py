@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
 from streamloader.conversion.sources.arrow_types import numbers_of
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, RowSource, split_rows, spread_rows
+from streamloader.conversion.sources.base import (
+    MAX_DECODED,
+    BadSample,
+    Fragment,
+    OnBad,
+    RowSource,
+    check_shard,
+    split_rows,
+    spread_rows,
+)
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, integer_dtype, settle
 from streamloader.conversion.sources.files import Listing, field_names, inner_extension, require
 from streamloader.conversion.sources.ranged_io import CHANGED, READ_THREADS, Content, Stream, open_content, read_spans
@@ -266,7 +275,7 @@ class Table:
     """The columns of a table: the complete `header`, and the `originals` in it of the columns that are read, by field.
 
     `fill` has the values of empty cells, by field; for a map function, `mapped`, they are None. With `digits`, 1 and 0
-    are bools too.
+    are bools too. `max_decoded` is that of the selection.
     """
 
     header: tuple[str, ...]
@@ -275,6 +284,7 @@ class Table:
     fill: Mapping[str, Any] = field(default_factory=dict)
     digits: bool = True
     mapped: bool = False
+    max_decoded: int = MAX_DECODED
 
     def columns(self, records: Sequence[bytes | memoryview], delimiter: bytes, count: int) -> dict[str, Column]:
         """Return the columns of `count` records, which may be concatenated.
@@ -380,6 +390,7 @@ def read_table(pieces: Sequence[BlockRows], table: Table, on_bad: OnBad) -> dict
     for records in read_blocks(pieces):
         for columns in _good_columns(records, table, position, on_bad):
             rows.extend(columns, 0, len(next(iter(columns.values()))))
+            check_shard(rows.list_bytes, records.where, table.max_decoded)
         position += len(records)
     return rows.columns()
 
@@ -416,7 +427,8 @@ def open_csv(listing: Listing, selection: FieldSelection) -> RowSource:
     raw = Table(header, originals, dict.fromkeys(originals, Field("bytes")))
     fields = _fields(listing.url, files, raw, selection)
     digits = any(field is not None and field.dtype == "bool" for field in selection.fields.values())
-    table = Table(header, originals, fields, selection.fill_values(fields, listing.url), digits, selection.mapped)
+    fill = selection.fill_values(fields, listing.url)
+    table = Table(header, originals, fields, fill, digits, selection.mapped, selection.max_decoded)
 
     def fragment(rows: NDArray[np.int64]) -> Fragment:
         return partial(read_table, cut_rows(files, rows), table)

@@ -11,7 +11,7 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import AGAIN, RowSource, damaged, spread_rows
+from streamloader.conversion.sources.base import AGAIN, MAX_DECODED, RowSource, check_decoded, damaged, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_spans
@@ -102,7 +102,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     Raises `SourceError` for a truncated or damaged file.
     """
     files = require(_files(listing), listing, "tfrecord")
-    indexed = run_all(lambda info: _index(listing.store, info), files, READ_THREADS)
+    indexed = run_all(lambda info: _index(listing.store, info, selection.max_decoded), files, READ_THREADS)
     count = sum(file.count for file in indexed)
     probe = cut_files(indexed, decode_record)(spread_rows(count, PROBED))
     scalars, texts = _kinds(probe, selection, listing.url)
@@ -122,10 +122,10 @@ def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
     return tuple(named or (() if listing.folder else files))
 
 
-def _index(store: Store, info: ObjectInfo) -> RecordFile:
+def _index(store: Store, info: ObjectInfo, limit: int) -> RecordFile:
     """Return the records of a file, which is decompressed if necessary."""
     reader = open_reader(store, info)
-    starts = record_starts(reader)
+    starts = record_starts(reader, limit)
     content = replace(reader.content, size=int(starts[-1]))
 
     def cut(rows: NDArray[np.int64]) -> Callable[[], Iterator[memoryview]]:
@@ -134,10 +134,11 @@ def _index(store: Store, info: ObjectInfo) -> RecordFile:
     return RecordFile(content.where, len(starts) - 1, cut)
 
 
-def record_starts(reader: Reader) -> NDArray[np.int64]:
+def record_starts(reader: Reader, limit: int = MAX_DECODED) -> NDArray[np.int64]:
     """Return the starts of the records of a file, and the end of the last one, from the lengths of the records.
 
-    Raises `SourceError` for a truncated or damaged file.
+    Raises `SourceError` for a truncated or damaged file, and for a record of a compressed file that is longer than the
+    `limit`.
     """
     where = reader.content.where
     starts, at = array("q"), 0
@@ -149,6 +150,8 @@ def record_starts(reader: Reader) -> NDArray[np.int64]:
             raise SourceError(f"{where} {problem}", f"{AGAIN}; one that is compressed with zlib is not read")
         if length > _MAX_RECORD:
             raise SourceError(f"{where} has a record of {length} bytes at byte {at}", "an Example ends at 2 GiB")
+        if reader.content.compression:
+            check_decoded(f"{where} has at byte {at} a record of", length, limit)
         at += _HEAD + length + _TAIL
     starts.append(at)
     size = reader.finish()

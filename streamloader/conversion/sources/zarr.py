@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays
-from streamloader.conversion.sources.base import RowSource
+from streamloader.conversion.sources.base import MAX_DECODED, RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
@@ -116,20 +116,22 @@ def _any_values(array: ZarrArray) -> ZarrArray:
         return array
 
 
-def _describe(store: Store, array: ZarrArray, where: str, stored: int, mapped: bool) -> arrays.Kind:
+def _describe(store: Store, array: ZarrArray, where: str, stored: int, selection: FieldSelection) -> arrays.Kind:
     """Return the field of an array, or the dtype of its rows for a map function.
 
     `stored` is the size of its store in bytes. Raises `SourceError`, which names `where`, if no field holds its values
-    and they are not `mapped`, and `FormatError` for damaged metadata.
+    and they are not mapped, and `FormatError` for damaged metadata.
     """
     if not array.shape:
         raise arrays.unfit(f"{where} is a single value, not an array of samples")
-    if array.holds_times and not mapped:
+    if array.holds_times and not selection.mapped:
         raise arrays.unfit(f"{where} holds values of {array.raw_dtype}, which no field holds")
     ArrayReader(store, array)  # raises for what it cannot read
     dtype = array.values.dtype.newbyteorder("=")
-    arrays.check_claim(where, prod(array.shape) * dtype.itemsize, stored, array.chunk_bytes)
-    return arrays.kind_of(partial(_field_of, array, where), dtype, array.shape, mapped)
+    row = prod(array.shape[1:]) * dtype.itemsize
+    claimed, limit = array.shape[0] * row, selection.max_decoded
+    arrays.check_claim(where, claimed, stored, limit, row=row, chunk=array.chunk_bytes)
+    return arrays.kind_of(partial(_field_of, array, where), dtype, array.shape, selection.mapped)
 
 
 def _field_of(array: ZarrArray, where: str) -> Field:
@@ -188,13 +190,13 @@ def open_source(listing: Listing, selection: FieldSelection) -> RowSource:
     notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
     used = _files_of(files, inner)
     kept, size = {field: stored[field] for field in originals}, sum(info.size for info in used)
-    container = _container(listing, kept, notes, size, selection.mapped)
+    container = _container(listing, kept, notes, size, selection)
     attributes = {field: stored[field].netcdf_attributes for field in originals}
     return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
 def _container(
-    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], size: int, mapped: bool
+    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], size: int, selection: FieldSelection
 ) -> arrays.Container:
     """Return the container of arrays, as stored in files of `size` bytes."""
     store = listing.store
@@ -204,7 +206,7 @@ def _container(
         where = f"{store.url}/{array.path}".rstrip("/")
         problem = f"the array {where} cannot be opened"
         with arrays.reading(problem):
-            kinds[name] = _describe(store, array, where, size, mapped)
+            kinds[name] = _describe(store, array, where, size, selection)
             lengths[notes["arrays"][name]] = array.shape[0]
     read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))
     return arrays.Container(store.url, arrays.common_length(lengths, listing.url), kinds, read, notes)
@@ -369,7 +371,7 @@ def _beside(store: Store, attributes: Mapping[str, Any], found: Mapping[str, Zar
     objects, nodes = dict[str, bytes](), dict[str, Any]()
     for name, array in found.items():
         where, size = f"{store.url}/{array.path}", prod(array.shape) * array.dtype.itemsize
-        if size > arrays.MAX_STORED_CHUNK:
+        if size > MAX_DECODED:
             problem = f"{where} has {size} bytes, and is stored whole, since it lacks the sample axis"
             others = f"give another sample_axis= (--sample-axis), one of {', '.join(array.dims)}"
             raise SourceError(problem, f"leave it out, or {others}")
