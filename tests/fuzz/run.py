@@ -218,6 +218,7 @@ def main() -> int:
 
         with contextlib.redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["streamloader"]):
             importlib.import_module("fuzz.source_targets")
+        importlib.import_module("pandas")  # which pyarrow would import within an input, in a minute on a busy machine
     from fuzz.source_targets import TARGETS
 
     names = given.names or sorted(TARGETS)
