@@ -25,7 +25,7 @@ help:
 	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
-	@echo "make test-faults  each kind of fault of a store at each rate for each task, and outages: hours"
+	@echo "make test-faults  each kind of fault of a store at each rate for each task, outages, kills: half an hour"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
 	@echo "make soak         trains with faults, kills and other world sizes, an hour: make soak SECONDS=600 SEED=1"
@@ -75,9 +75,14 @@ test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long --ignore=tests/integrations/test_fault_table.py
 
+# what measures time runs after the cells, one at a time; then the page gets the results
+FAULTS := STREAMLOADER_FAULT_RESULTS=$(CURDIR)/bench/results/faults.jsonl $(INTEGRATIONS)/bin/python -m pytest
 test-faults: $(INTEGRATIONS)/.installed
 	rm -f bench/results/faults.jsonl
-	STREAMLOADER_FAULT_RESULTS=bench/results/faults.jsonl $(INTEGRATIONS)/bin/python -m pytest tests/integrations/test_fault_table.py
+	$(FAULTS) tests/integrations/test_fault_table.py -n 4 --dist loadgroup -m 'not alone' -k 'not page'
+	$(FAULTS) tests/integrations/test_fault_table.py -m alone
+	$(FAULTS) tests/integrations/test_kill.py -m long
+	$(INTEGRATIONS)/bin/python tests/integrations/promises.py
 
 test-horovod: $(INTEGRATIONS)/.horovod
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations/test_frameworks.py -m long -k horovod

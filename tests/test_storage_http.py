@@ -88,6 +88,21 @@ def test_idle_connections_end_with_their_pool(server):
     assert server.closed.wait(300)
 
 
+class Ending(QuietHandler):
+    """Responds to a GET, and ends the connection."""
+
+    def do_GET(self):
+        self.respond(200, CONTENT, {"Connection": "close"})
+
+
+def test_a_response_that_ends_its_connection_holds_no_socket_where_reading_it_fails():
+    with serving(Ending) as server:
+        pool = reader_of(server).fetch.__self__._pool
+        with pytest.raises(KeyError), pool.request("GET", f"{server.endpoint}/x", {}) as response:
+            raise KeyError
+        assert response.isclosed()
+
+
 class Proxy(QuietHandler):
     """Responds to a GET itself, and connects to `there` whatever host is asked for; `seen` are target and user."""
 

@@ -25,7 +25,7 @@ import numpy as np
 import worker_tasks
 from conversions import wait_for
 from folder_server import folder_server
-from worker_tasks import run_workers, servers_of, workers_of
+from worker_tasks import kill_connected, run_workers, servers_of, workers_of
 
 import streamloader as sl
 from streamloader.engine import workers as processes
@@ -76,11 +76,6 @@ def killed(moment: str, url: str, folder: str) -> None:
 
 def kill(number: int) -> None:
     os.kill(workers_of(os.getpid())[number], signal.SIGKILL)
-
-
-def kill_connected() -> None:
-    """Kill the worker with the most connections, each of which is a thread of it: without one, nobody misses it yet."""
-    os.kill(max(workers_of(os.getpid()), key=lambda pid: len(os.listdir(f"/proc/{pid}/task"))), signal.SIGKILL)  # noqa: PTH208
 
 
 def server_killed(url: str) -> None:

@@ -107,7 +107,7 @@ class Pool:
         proxy = self._proxies[origin]
         if proxy and origin.scheme == "http":
             target, headers = url, {**headers, **proxy.headers}
-        connection = self._take(origin, proxy)
+        connection, response = self._take(origin, proxy), None
         keep = False
         try:
             _send(connection, method, target, body, headers)
@@ -121,6 +121,8 @@ class Pool:
             if keep and len(self._idle) < MAX_IDLE:
                 self._idle.append(_Idle(origin, connection, time.monotonic()))
             else:
+                if response is not None:  # one that ends its connection holds the socket by itself
+                    response.close()
                 connection.close()
 
     def _take(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from datasets import numbers
+from datasets import check_batch, numbers
 
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -30,6 +30,7 @@ def main() -> None:
     with (folder / f"{attempt}-{rank}.jsonl").open("w") as log:
         while ds.epoch < epochs:
             for batch in ds:
+                check_batch(batch, ["x"])
                 state = ds.state_dict()
                 entry = {"after": [state["epoch"], state["position"]], "samples": numbers(batch)}
                 print(json.dumps(entry), file=log, flush=True)
