@@ -160,7 +160,8 @@ def test_an_error_of_the_store_is_raised_and_leaves_nothing(tmp_path):
     source = Source(tmp_path)
     with pytest.raises(ConnectionError, match="gone"):
         source.cache.read(lambda: (_ for _ in ()).throw(ConnectionError("gone")), "c/0", 0, 50)
-    assert used(tmp_path / "cache") == counted(tmp_path / "cache") == 0
+    assert used(tmp_path / "cache") == 0
+    assert not (source.folder / "state").exists(), "nothing was reserved either"
     assert not source.cache.failures
     assert not source.read("c/0", 0, 50)
 
@@ -601,6 +602,24 @@ def test_an_eviction_is_beladys_choice_over_all_datasets(tmp_path, monkeypatch, 
     assert left == set(reference.stored)
     assert len(left) > limit // 4
     assert used(tmp_path / "cache") == counted(tmp_path / "cache")
+
+
+def test_folders_are_listed_for_evictions_only_and_each_of_these_makes_room_for_many(tmp_path, monkeypatch):
+    """The cost of a read does not grow with the number of ranges that are stored."""
+    scans, scandir = list[Any](), os.scandir
+    monkeypatch.setattr(os, "scandir", lambda *given: scans.append(given) or scandir(*given))
+    source, fit = Source(tmp_path, limit=200 * 4096), 200
+    source.read("0", 0, 9, Use(1.1, 0.1))
+    scans.clear()
+    for number in range(1, fit):
+        source.read(f"{number}", 0, 9, Use(1 + number / 1000, number / 1000))
+    for number in range(fit):
+        assert source.read(f"{number}", 0, 9, Use(1 + number / 1000, number / 1000))
+    assert not scans
+    for number in range(fit, 2 * fit):
+        assert not source.read(f"{number}", 0, 9, Use(1 + number / 1000, number / 1000))
+    evictions = -(-fit // (fit // cache_module.SLACK))
+    assert 0 < len(scans) <= 3 * evictions  # the folders of the cache, of its dataset and of what is unfinished
 
 
 def test_ranges_of_a_dataset_that_nobody_reads_are_evicted_first_and_resident_ones_last(tmp_path):

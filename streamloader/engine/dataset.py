@@ -274,9 +274,9 @@ class Dataset:
         return {name: value for name, value in kept if not name.endswith("readers") and name != "documents"}
 
 
-def _bytes_around(run: Run, others: Sequence[Run]) -> tuple[int, int] | None:
-    """Return the bytes of the first of some requests that reads those of a run too; None if there is none."""
-    found = ((each.start, each.stop) for each in others if each.path == run.path)
+def _bytes_around(run: Run, others: Sequence[Run]) -> tuple[int, int, str] | None:
+    """Return the bytes of the first of some requests that reads those of a run too, and their content; None if none."""
+    found = ((each.start, each.stop, each.content) for each in others if each.path == run.path)
     return next((each for each in found if each[0] <= run.start and run.stop <= each[1]), None)
 
 
@@ -292,11 +292,15 @@ def share_readers(datasets: Sequence[Dataset]) -> None:
                 dataset.__dict__["readers"] = same.readers
 
 
+def table_bytes(datasets: Sequence[Dataset]) -> int:
+    """Return the bytes of the cached chunk tables of datasets."""
+    readers = {id(reader): reader for dataset in datasets for reader in dataset.readers.values()}
+    return sum(reader.kept_bytes for reader in readers.values())
+
+
 def index_bytes(datasets: Sequence[Dataset]) -> int:
     """Return the bytes of the cached chunk tables, selections and lengths of datasets."""
-    readers = {id(reader): reader for dataset in datasets for reader in dataset.readers.values()}
-    tables = sum(reader.kept_bytes for reader in readers.values())
-    return tables + sum(dataset.selection_bytes for dataset in datasets)
+    return table_bytes(datasets) + sum(dataset.selection_bytes for dataset in datasets)
 
 
 def first_samples(datasets: Sequence[Dataset], *, selected: bool) -> tuple[int, ...]:
@@ -402,7 +406,7 @@ def counted(
 
             return store.retries.call(send, on_retry=on_retry)
 
-        use = Use(RESIDENT, fresh=next(reads) > 0)
+        use = Use(RESIDENT, fresh=next(reads) > 0, content=run.content)
         body = field.fetch(replace(store.reader(), on_repeat=count_request, call=call, use=use), run)
         if sent:
             counters.add(bytes_fetched=len(body))

@@ -462,7 +462,7 @@ class Fetcher:
             source, run = self._shared[piece.block.dataset, piece.field.name], piece.run
             target: Callback | memoryview = Callback(partial(self._allocate_body, attempt))
             if isinstance(piece.field, FieldReader) and self._executor.workers:  # saves a message
-                first, stop = run.cached or (run.start, run.stop)
+                first, stop, *_ = run.cached or (run.start, run.stop)
                 target = self._allocate_body(attempt, stop - first)
             use, begin = self._use(attempt), partial(self._begin_request, attempt)
             send = Callback(partial(self._count_sent, bool if use is None else begin))
@@ -486,8 +486,8 @@ class Fetcher:
         piece = attempt.piece
         if piece.field.store.cache is None:
             return None
-        ref = piece.block.ref
-        return Use(ref.node_use, ref.now, wait=not attempt.number, fresh=attempt.damaged > 0)
+        ref, content = piece.block.ref, piece.run.content if isinstance(piece.field, FieldReader) else ""
+        return Use(ref.node_use, ref.now, wait=not attempt.number, fresh=attempt.damaged > 0, content=content)
 
     def _later(self, seconds: float, attempt: Attempt) -> None:
         """Send a request after some seconds."""

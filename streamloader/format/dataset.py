@@ -55,7 +55,7 @@ def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
     if not isinstance(cache, Cache | None):
         raise UsageError(f"cache={cache!r:.60}", "give sl.Cache('/local/disk', limit='200GiB')")
     opened = open_root(open_store(url, storage_options), split, version)
-    opened = opened._replace(store=opened.store.cached(cache, opened.manifest.digest))
+    opened = opened._replace(store=opened.store.cached(cache, opened.manifest.digest, versions=True))
     return Dataset(opened, read_remaining(opened.store, opened.manifest))
 
 

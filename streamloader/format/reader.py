@@ -37,7 +37,7 @@ class Run(NamedTuple):
     `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
     has their numbers in ascending order, perhaps several times, and `first_row` is the number of those before them.
     `rows` has the output row of each of them, if these are not consecutive from `first_row` on. `cached`: the bytes
-    [start, stop) that a cache has or gets, a part of which are those of the run; None: just these.
+    [start, stop) that a cache has or gets, a part of which are those of the run, and their content; None: just these.
     """
 
     path: str
@@ -52,7 +52,12 @@ class Run(NamedTuple):
     picks: NDArray[np.int64] | None = None
     first_row: int = 0
     rows: NDArray[np.int64] | None = None
-    cached: tuple[int, int] | None = None
+    cached: tuple[int, int, str] | None = None
+
+    @property
+    def content(self) -> str:
+        """What identifies the bytes that a cache has, wherever a version of the dataset has them."""
+        return self.cached[2] if self.cached else f"{crc32c.crc32c(self.crcs.tobytes()):08x}"
 
     @property
     def share(self) -> float:
@@ -280,7 +285,7 @@ class FieldReader:
         reads, next_use = count(), RESIDENT if self.layout.resident else inf
 
         def request() -> memoryview:
-            use = Use(next_use, fresh=next(reads) > 0)
+            use = Use(next_use, fresh=next(reads) > 0, content=run.content)
             return self.fetch(replace(self.store.reader(), call=self.store.retries.call, use=use), run)
 
         return request

@@ -285,7 +285,7 @@ def open_dataset(
         check_names(manifest.fields, [*dataset.names, *dataset.output_names], columns)
         return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
-    store = store.cached(cache, manifest.digest)
+    store = store.cached(cache, manifest.digest, versions=True)
     names = choose_fields(manifest.fields, fields, columns)
     remaining = read_remaining(store, manifest)
     chosen = choose_selection(where, manifest, store, memory, remaining)

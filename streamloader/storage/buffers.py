@@ -42,13 +42,15 @@ class Use(NamedTuple):
     `next_use`: when it is read next, in epochs, such as 3.25 for a quarter of epoch 3; `inf` if that is unknown, and
     `RESIDENT`. `now`: the time of this read. `wait`: wait for another process that fetches the range; False for a
     request that is repeated because it is late. `fresh`: do not look into the cache, and replace what it has, since a
-    body was damaged.
+    body was damaged. `content`: identifies the bytes among those of the versions of a dataset; "" for the dataset's
+    digest.
     """
 
     next_use: float = inf
     now: float = 0.0
     wait: bool = True
     fresh: bool = False
+    content: str = ""
 
 
 USE = Use()

@@ -30,20 +30,23 @@ import struct
 import threading
 import time
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from heapq import merge
+from itertools import count, pairwise
 from math import floor, inf
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
 from streamloader.options import Cache
@@ -62,9 +65,8 @@ from streamloader.storage.process import PerProcess, close_locked, open_to_lock
 from streamloader.storage.url import redact
 
 FOLDER = "streamloader-cache"
-MARKER, DATASET, TEMPORARY, STATE, EVICTING, FETCHING = (
-    *("cache.json", "dataset.json", "temporary", "state", "evicting", "fetching"),
-)
+MARKER, DATASET, TEMPORARY = "cache.json", "dataset.json", "temporary"
+STATE, EVICTING, FETCHING = "state", "evicting", "fetching"
 MARKER_TEXT = b'{"format": "streamloader-cache", "version": 1}\n'
 DAY = 86_400  # seconds, for an epoch
 EARLIEST, LATEST = 2, 2**31 - 2  # seconds since 1970: of all next uses, since a time of 0 means RESIDENT
@@ -84,10 +86,10 @@ _MAGIC = b"SLRANGE1"
 _LENGTHS = struct.Struct("<8sIQ")  # magic, bytes of the key, bytes of the body
 _CRC = struct.Struct("<I")
 _COUNTERS = struct.Struct("<QQ")
-_NO_FOLDER = -1
 _UNKNOWN = 1 << 62  # bytes in use before they are counted
 _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOREIGN = "the folder is not a cache of this version of streamloader: choose another path"
 _LOG = logging.getLogger("streamloader")
 
 
@@ -101,12 +103,6 @@ def time_of_use(next_use: float) -> int:
     if next_use == RESIDENT:
         return 0
     return int(min(max(next_use * DAY, EARLIEST), LATEST) * 1e9)
-
-
-def use_of_time(modified: int) -> float:
-    """Return the next use in epochs that a time of modification states, in nanoseconds."""
-    seconds = modified / 1e9
-    return RESIDENT if seconds < 1 else inf if seconds >= LATEST - 1 else seconds / DAY
 
 
 class _Key(NamedTuple):
@@ -143,6 +139,16 @@ def _transfer(call: Callable[..., int], descriptor: int, buffers: Sequence[Any])
         if count:
             left[0] = left[0][count:]
     return True
+
+
+@contextmanager
+def _opened_to_lock(name: str, folder: int, flags: int = os.O_RDWR | os.O_CREAT | _NO_FOLLOW) -> Iterator[int]:
+    """Yield the descriptor of a file, whose locks end with the block."""
+    descriptor = open_to_lock(name, flags, folder)
+    try:
+        yield descriptor
+    finally:
+        close_locked(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -186,38 +192,22 @@ class _Counters:
     added: int
 
 
-class _Stored(NamedTuple):
-    """A range in the folder of a dataset. `order`: the larger, the sooner it is evicted; then the least `read` is."""
-
-    order: float
-    read: float
-    size: int
-
-
-# Orders of ranges: of datasets that nobody reads; whose use has passed; whose use is unknown; that are
-# resident. Those of others are the epochs until they are used, 0 for a use that is late.
+# Orders of ranges, the largest of which is evicted first: of datasets that nobody reads; whose use has passed; whose
+# use is unknown; that are resident. Those of others are the epochs until they are used, 0 for a use that is late.
 _IDLE, _PAST, _UNKNOWN_USE, _LAST = 4e9, 3e9, 2e9, -1.0
 
 
-@dataclass(frozen=True)
-class _Times:
-    """The readers of a dataset: their time in epochs, and whether there are any."""
-
-    now: float
-    idle: bool
-
-    def stored(self, modified: int, accessed: int, size: int) -> _Stored:
-        """Return what the times of a file, in nanoseconds, and its size say of its range."""
-        next_use = use_of_time(modified)
-        if self.idle:
-            order = _IDLE
-        elif next_use == RESIDENT:
-            order = _LAST
-        elif next_use == inf:
-            order = _UNKNOWN_USE
-        else:
-            order = _PAST if next_use < floor(self.now) else max(0.0, next_use - self.now)
-        return _Stored(order, accessed / 1e9, disk_bytes(size))
+def _orders(dataset: int, modified: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the orders of ranges of a dataset by the times of modification of their files, in nanoseconds."""
+    try:
+        readers = os.stat(DATASET, dir_fd=dataset, follow_symlinks=False)
+    except FileNotFoundError:
+        return np.full(modified.size, _IDLE)
+    if time.time() - readers.st_atime > IDLE_SECONDS:
+        return np.full(modified.size, _IDLE)
+    seconds, now = modified / 1e9, readers.st_mtime / DAY
+    passed, late = seconds < floor(now) * DAY, np.maximum(0.0, seconds / DAY - now)
+    return np.select([seconds < 1, seconds >= LATEST - 1, passed], [_LAST, _UNKNOWN_USE, _PAST], late)
 
 
 class _Folder:
@@ -229,6 +219,7 @@ class _Folder:
     def __init__(self, options: Cache) -> None:
         self.limit, self.free = int(options.limit), int(options.free)
         self._one = threading.Lock()  # for the threads of this process, which would poll the lock of the counters
+        self._busy = False
         Path(options.path).mkdir(parents=True, exist_ok=True)
         parent = self._keep(os.open(options.path, _FOLDER_FLAGS))
         with suppress(FileExistsError):
@@ -242,6 +233,7 @@ class _Folder:
         return descriptor
 
     def _check(self) -> None:
+        """Check owner and marker; complete the marker if the process that began it was killed, or is about to do it."""
         if os.fstat(self.root).st_uid != os.geteuid():
             raise PermissionError(errno.EACCES, "the folder belongs to another user")
         flags = os.O_RDWR | _NO_FOLLOW
@@ -249,18 +241,15 @@ class _Folder:
         try:
             descriptor = os.open(MARKER, flags, 0o600, dir_fd=self.root)
         except FileNotFoundError:
-            _refuse()
-        self._check_marker(descriptor)
-
-    def _check_marker(self, descriptor: int) -> None:
-        """Check the marker; complete it if the process that began it was killed, or is about to do it."""
-        with ExitStack() as opened:
-            opened.callback(os.close, descriptor)
+            raise FileExistsError(errno.EEXIST, _FOREIGN) from None
+        try:
             text = os.pread(descriptor, len(MARKER_TEXT) + 1, 0)
             if not MARKER_TEXT.startswith(text):
-                _refuse()
+                raise FileExistsError(errno.EEXIST, _FOREIGN)
             if text != MARKER_TEXT:
                 os.pwrite(descriptor, MARKER_TEXT, 0)
+        finally:
+            os.close(descriptor)
 
     def open_below(self, name: str) -> int:
         """Return a descriptor of a folder of ours, which is made if it is not there, until this object is deleted."""
@@ -271,25 +260,15 @@ class _Folder:
     @contextmanager
     def counters(self) -> Iterator[_Counters]:
         """Yield the counters, under their lock, and write them. Raises `TimeoutError` if the lock is held long."""
-        with self._one, self._locked_counters() as counters:
-            yield counters
-
-    @contextmanager
-    def _locked_counters(self) -> Iterator[_Counters]:
-        descriptor = open_to_lock(STATE, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, self.root)
-        try:
+        with self._one, _opened_to_lock(STATE, self.root) as descriptor:
             if not _wait_until(lambda: _try_lock(descriptor), LOCK_SECONDS):
                 raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock of the counters")
-            data = os.pread(descriptor, _COUNTERS.size + _CRC.size, 0)
-            used, added = _UNKNOWN, 0
+            data, counters = os.pread(descriptor, _COUNTERS.size + _CRC.size, 0), _Counters(_UNKNOWN, 0)
             if len(data) == _COUNTERS.size + _CRC.size and _CRC.pack(crc32c.crc32c(data[:-4])) == data[-4:]:
-                used, added = _COUNTERS.unpack(data[:-4])
-            counters = _Counters(used, added)
+                counters = _Counters(*_COUNTERS.unpack(data[:-4]))
             yield counters
             data = _COUNTERS.pack(max(0, counters.used), counters.added)
             os.pwrite(descriptor, data + _CRC.pack(crc32c.crc32c(data)), 0)
-        finally:
-            close_locked(descriptor)
 
     def allowed(self, used: int) -> int:
         """Return how many bytes the cache may take, which has `used` now."""
@@ -312,26 +291,25 @@ class _Folder:
             if counters.used < _UNKNOWN:
                 counters.used -= size
 
-    def make_room(self, unfinished: str, wanted: _Stored) -> bool:
-        """Evict ranges so that `wanted` fits, unless it would be the next to be evicted; reserve its bytes.
+    def make_room(self, unfinished: str, size: int, dataset: int, next_use: float) -> bool:
+        """Evict ranges so that one of `size` bytes fits, unless it would be the next to be evicted; reserve the bytes.
 
         `unfinished`: the name of its file in the folder for temporary ones. Return whether the bytes are reserved.
         """
-        descriptor = open_to_lock(EVICTING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, self.root)
-        try:
-            if not _wait_until(lambda: _try_lock(descriptor), LOCK_SECONDS):
+        with _opened_to_lock(EVICTING, self.root) as descriptor:
+            # that of many ranges takes seconds: who has waited in vain does not wait again until it has ended
+            self._busy = not _wait_until(lambda: _try_lock(descriptor), 0.0 if self._busy else LOCK_SECONDS)
+            if self._busy:
                 return False
-            if self.reserve(wanted.size):
+            if self.reserve(size):
                 return True  # another process has evicted meanwhile
             with self.counters() as counters:
                 added = counters.added
-            left, fits = _evict(self, unfinished, wanted)
+            left, fits = _evict(self, unfinished, size, dataset, next_use)
             with self.counters() as counters:
                 if counters.added >= added:  # else the file was replaced
                     counters.used = min(counters.used, left + counters.added - added)
-        finally:
-            close_locked(descriptor)
-        return fits and self.reserve(wanted.size)
+        return fits and self.reserve(size)
 
     def unfinished_bytes(self, mine: str) -> int:
         """Return the bytes of ranges that are being written, but `mine`, and remove those whose writers have died."""
@@ -344,52 +322,27 @@ class _Folder:
         return size
 
     def _remove_unlocked(self, name: str) -> bool:
-        descriptor = open_to_lock(name, os.O_RDONLY | _NO_FOLLOW, self.temporary)
-        try:
+        with _opened_to_lock(name, self.temporary, os.O_RDONLY | _NO_FOLLOW) as descriptor:
             if not _try_lock(descriptor):
                 return False
             os.unlink(name, dir_fd=self.temporary)
-        finally:
-            close_locked(descriptor)
         return True
 
 
-def _refuse() -> NoReturn:
-    raise FileExistsError(
-        errno.EEXIST, "the folder is not a cache of this version of streamloader: choose another path"
-    )
+def _scan(root: int, opened: ExitStack) -> tuple[list[tuple[int, int]], bytearray, array[int]]:
+    """Return all ranges in a cache.
 
-
-class _Scan:
-    """The ranges of all datasets of a cache, in arrays: 45 bytes for each."""
-
-    def __init__(self) -> None:
-        self.folders: list[int] = []  # descriptors
-        self._names, self._numbers = bytearray(), array("L")
-        self._orders, self._reads, self._sizes = array("d"), array("d"), array("q")
-
-    def add(self, folder: int, times: _Times) -> None:
-        """Add the ranges of a dataset."""
-        self.folders.append(folder)
-        for name, status in _ranges(folder):
-            order, read, size = times.stored(status.st_mtime_ns, status.st_atime_ns, status.st_size)
-            self._names += bytes.fromhex(name)
-            self._numbers.append(len(self.folders) - 1)
-            self._orders.append(order)
-            self._reads.append(read)
-            self._sizes.append(size)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all ranges."""
-        return sum(self._sizes)
-
-    def in_order(self) -> Iterator[tuple[int, str, _Stored]]:
-        """Yield (the folder's descriptor, the name, the range), the first to be evicted first."""
-        order = np.lexsort((np.frombuffer(self._reads), -np.frombuffer(self._orders))) if self._sizes else ()
-        for i in map(int, order):
-            stored = _Stored(self._orders[i], self._reads[i], self._sizes[i])
-            yield self.folders[self._numbers[i]], self._names[20 * i : 20 * i + 20].hex(), stored
+    The descriptor of the folder of each dataset with the number of ranges in it and before it, open as long as
+    `opened`; the names, of 20 bytes; and of each range the times of modification and access in nanoseconds, and size.
+    """
+    folders, names, status = list[tuple[int, int]](), bytearray(), array("q")
+    for _, dataset in _datasets(root):
+        for name, each in _ranges(dataset):
+            names += bytes.fromhex(name)
+            status.extend((each.st_mtime_ns, each.st_atime_ns, each.st_size))
+        folders.append((os.dup(dataset), len(status) // 3))
+        opened.callback(os.close, folders[-1][0])
+    return folders, names, status
 
 
 def _ranges(folder: int) -> Iterator[tuple[str, os.stat_result]]:
@@ -397,10 +350,12 @@ def _ranges(folder: int) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if _ENTRY.fullmatch(entry.name):
-                with suppress(FileNotFoundError):
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        yield entry.name, status
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    yield entry.name, status
 
 
 def _datasets(root: int) -> Iterator[tuple[str, int]]:
@@ -415,114 +370,48 @@ def _datasets(root: int) -> Iterator[tuple[str, int]]:
                     os.close(folder)
 
 
-def _times(folder: int) -> _Times:
-    try:
-        status = os.stat(DATASET, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return _Times(0.0, True)
-    return _Times(status.st_mtime / DAY, time.time() - status.st_atime > IDLE_SECONDS)
-
-
-def _evict(folder: _Folder, unfinished: str, wanted: _Stored) -> tuple[int, bool]:
-    """Remove ranges so that `wanted` fits, unless it is the next to be removed itself.
+def _evict(folder: _Folder, unfinished: str, size: int, dataset: int, next_use: float) -> tuple[int, bool]:
+    """Remove ranges so that one of `size` bytes fits, unless it is the next to be removed itself.
 
     More is removed, up to a part of the limit, so that the next ones fit too. Return the bytes that are left, and
-    whether `wanted` may stay.
+    whether it may stay.
     """
     with ExitStack() as opened:
-        left, scan = folder.unfinished_bytes(unfinished), _Scan()
-        for _, dataset in _datasets(folder.root):
-            scan.add(os.dup(dataset), _times(dataset))
-            opened.callback(os.close, scan.folders[-1])
-        left += scan.bytes
+        left, now = folder.unfinished_bytes(unfinished), time.time_ns()
+        folders, names, values = _scan(folder.root, opened)
+        wanted = len(values) // 3
+        values.extend((time_of_use(next_use), now, size))
+        status = np.frombuffer(values, np.int64).reshape(-1, 3)
+        sizes = -(-status[:, 2] // BLOCK) * BLOCK
+        left += int(sizes[:wanted].sum())
         allowed = folder.allowed(left)
-        freed, needed, slack = 0, left + wanted.size - allowed, max(0, allowed) // SLACK
+        freed, needed, slack = 0, left + size - allowed, max(0, allowed) // SLACK
         if needed <= 0:
             return left, True
+        parts = pairwise([(0, 0), *folders, (dataset, wanted + 1)])
+        orders = np.concatenate([_orders(each, status[begin:end, 0]) for (_, begin), (each, end) in parts])
         fits = True
-        candidates = merge(scan.in_order(), [(_NO_FOLDER, "", wanted)], key=lambda each: (-each[2].order, each[2].read))
-        for dataset, name, stored in candidates:
-            if freed >= needed and freed + stored.size > needed + slack:
+        for i in map(int, np.lexsort((status[:, 1], -orders))):
+            if freed >= needed and freed + int(sizes[i]) > needed + slack:
                 break
-            if dataset == _NO_FOLDER:
+            if i == wanted:
                 fits = False
-            elif not _remove(dataset, name, stored):
-                continue
             else:
-                left -= stored.size
-            freed += stored.size
+                within = folders[bisect_right(folders, i, key=itemgetter(1))][0]
+                if not _remove(within, names[20 * i : 20 * i + 20].hex(), int(status[i, 1])):
+                    continue
+                left -= int(sizes[i])
+            freed += int(sizes[i])
         return left, fits and freed >= needed
 
 
-def _remove(folder: int, name: str, stored: _Stored) -> bool:
+def _remove(folder: int, name: str, accessed: int) -> bool:
     """Remove a range unless it was read, and thus got another next use, since the scan; return whether it is gone."""
     with suppress(FileNotFoundError):
-        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns / 1e9 != stored.read:
+        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns != accessed:
             return False
         os.unlink(name, dir_fd=folder)
     return True
-
-
-class _Unfinished:
-    """A range that is being written: a locked file in the folder for temporary ones, whose bytes are reserved."""
-
-    def __init__(self, folder: _Folder, key: _Key, wanted: _Stored) -> None:
-        self._folder, self._key, self._reserved, self._stays = folder, key, 0, False
-        self._name = f"{key.name}.{wanted.size}.{os.urandom(8).hex()}"
-        self._descriptor = self._create()
-        try:
-            self.kept = folder.reserve(wanted.size) or folder.make_room(self._name, wanted)
-            self._reserved = wanted.size if self.kept else 0
-        except BaseException:
-            self.close()
-            raise
-
-    def _create(self) -> int:
-        """Return the descriptor of the file, locked."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
-        for _ in range(CREATIONS):
-            descriptor = open_to_lock(self._name, flags, self._folder.temporary)
-            # an eviction may have found it unlocked, and deleted it
-            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink:
-                return descriptor
-            close_locked(descriptor)
-            with suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._folder.temporary)
-        raise BlockingIOError(errno.EAGAIN, "the folder is evicted all the time")
-
-    def finish(self, body: Buffer, dataset: int, use: Use) -> None:
-        """Write the range, and move it to the folder of its dataset."""
-        parts = [body, self._key.trailer(body_crc32c(body), body_bytes(body))]
-        if not _transfer(os.writev, self._descriptor, parts):
-            raise OSError(errno.EIO, "nothing is written")
-        os.utime(self._descriptor, ns=(time.time_ns(), time_of_use(use.next_use)))
-        with suppress(FileNotFoundError):
-            status = os.stat(self._key.name, dir_fd=dataset, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode) or not use.fresh:
-                return  # not ours, or another process was sooner
-            _discard(self._folder, dataset, self._key)
-        surplus = self._reserved - disk_bytes(sum(map(len, parts)))  # the object ended before the range did
-        with self._folder.counters() if surplus else nullcontext() as counters:  # at once, as in `remove`
-            os.rename(self._name, self._key.name, src_dir_fd=self._folder.temporary, dst_dir_fd=dataset)
-            self._stays = True
-            if counters is not None and counters.used < _UNKNOWN:
-                counters.used -= surplus
-
-    def close(self) -> None:
-        """Remove the file unless it is finished."""
-        try:
-            if not self._stays:
-                self._folder.remove(self._name, self._folder.temporary, self._reserved)
-        finally:
-            close_locked(self._descriptor)
-
-
-def _discard(folder: _Folder, dataset: int, key: _Key) -> None:
-    """Remove the file of a range."""
-    with suppress(FileNotFoundError):
-        status = os.stat(key.name, dir_fd=dataset, follow_symlinks=False)
-        if stat.S_ISREG(status.st_mode):
-            folder.remove(key.name, dataset, disk_bytes(min(status.st_size, key.file_size)))
 
 
 @dataclass(frozen=True)
@@ -533,17 +422,73 @@ class _Opened:
     dataset: int
 
 
+def _store(opened: _Opened, key: _Key, body: Buffer, use: Use) -> None:
+    """Write a range if there is room for it: to a locked file among the unfinished ones, which is moved when complete.
+
+    Its bytes are reserved before it is written, once their number is known: an object may end before the range does.
+    """
+    folder, parts = opened.folder, [body, key.trailer(body_crc32c(body), body_bytes(body))]
+    size = disk_bytes(sum(map(len, parts)))
+    name, reserved = f"{key.name}.{size}.{os.urandom(8).hex()}", 0
+    descriptor = _create(name, folder.temporary)
+    try:
+        if not (folder.reserve(size) or folder.make_room(name, size, opened.dataset, use.next_use)):
+            return
+        reserved = size
+        if not _transfer(os.writev, descriptor, parts):
+            raise OSError(errno.EIO, "nothing is written")
+        os.utime(descriptor, ns=(time.time_ns(), time_of_use(use.next_use)))
+        with suppress(FileNotFoundError):
+            status = os.stat(key.name, dir_fd=opened.dataset, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or not use.fresh:
+                return  # not ours, or another process was sooner
+            _discard(folder, opened.dataset, key)
+        os.rename(name, key.name, src_dir_fd=folder.temporary, dst_dir_fd=opened.dataset)
+        name = ""
+    finally:
+        try:
+            if name:
+                folder.remove(name, folder.temporary, reserved)
+        finally:
+            close_locked(descriptor)
+
+
+def _create(name: str, temporary: int) -> int:
+    """Return the descriptor of a new file among the unfinished ones, locked."""
+    for _ in range(CREATIONS):
+        descriptor = open_to_lock(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, temporary)
+        # an eviction may have found it unlocked, and deleted it
+        if _try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return descriptor
+        close_locked(descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=temporary)
+    raise BlockingIOError(errno.EAGAIN, "the folder is evicted all the time")
+
+
+def _discard(folder: _Folder, dataset: int, key: _Key) -> None:
+    """Remove the file of a range."""
+    with suppress(FileNotFoundError):
+        status = os.stat(key.name, dir_fd=dataset, follow_symlinks=False)
+        if stat.S_ISREG(status.st_mode):
+            folder.remove(key.name, dataset, disk_bytes(min(status.st_size, key.file_size)))
+
+
 class RangeCache:
     """The ranges of the dataset `digest` in a cache. Thread-safe, safe after a fork; pickled as its arguments.
 
     `url` is recorded, for `streamloader cache`. `wait_seconds` limits how long `read` waits for another process that
-    fetches the range. `failures` counts the errors of the disk by what failed.
+    fetches the range. `name`: of the folder for all versions of the dataset; by default the digest. `failures` counts
+    the errors of the disk by what failed.
     """
 
-    def __init__(self, options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS) -> None:
-        self._arguments = options, digest, url, wait_seconds
-        self._options, self._url, self._wait_seconds = options, redact(url), wait_seconds
-        self._digest = digest if _DIGEST.fullmatch(digest) else blake2b(digest.encode(), digest_size=32).hexdigest()
+    def __init__(
+        self, options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS, name: str = ""
+    ) -> None:
+        self._arguments = options, digest, url, wait_seconds, name
+        self._options, self._url, self._wait_seconds, self._digest = options, redact(url), wait_seconds, digest
+        name = name or digest
+        self._name = name if _DIGEST.fullmatch(name) else blake2b(name.encode(), digest_size=32).hexdigest()
         self._opened: PerProcess[_Opened] = PerProcess()
         self._retry_at = self._touched = 0.0
         self.failures: Counter[str] = Counter()
@@ -569,7 +514,7 @@ class RangeCache:
         opened = self._open() if stop > start else None
         if opened is None:
             return fetch(), False
-        key = _key(self._digest, path, start, stop)
+        key = _key(use.content or self._digest, path, start, stop)
         self._touch(opened, use)
         body = None if use.fresh else self._lookup(opened, key, receiver, use)
         return self._fetch(opened, key, fetch, receiver, use) if body is None else (body, True)
@@ -583,13 +528,10 @@ class RangeCache:
                 body = self._wait(turn, opened, key, receiver, use)
                 if body is not None:
                     return body, True
-            with self._storing(opened, key, use) as unfinished:
-                if unfinished is None:
-                    turn.close()  # it will not be stored: nobody needs to wait for it
-                body = fetch()
-                if unfinished is not None and 0 < body_bytes(body) <= key.size:
-                    with self._counting("write"):
-                        unfinished.finish(body, opened.dataset, use)
+            body = fetch()
+            if 0 < body_bytes(body) <= key.size:
+                with self._counting("write"):
+                    _store(opened, key, body, use)
         return body, False
 
     def begin(self, run: str, now: float) -> None:
@@ -601,20 +543,15 @@ class RangeCache:
         opened = self._open()
         if opened is None:
             return
-        with self._counting("begin"):
-            descriptor = open_to_lock(DATASET, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, opened.dataset)
-            try:
-                if not _try_lock(descriptor):
-                    return  # another rank does it
-                before, known = os.fstat(descriptor).st_mtime / DAY, _parse(os.pread(descriptor, 1 << 16, 0))
-                if known.get("run") != run or not 0 <= floor(now) - floor(before) <= 1:
-                    _reset(opened.dataset, time_of_use(floor(now) + 1) - 10**9)
-                    text = json.dumps({"url": self._url, "run": run}).encode()
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, text, 0)
-                os.utime(descriptor, ns=(time.time_ns(), time_of_use(now)))
-            finally:
-                close_locked(descriptor)
+        with self._counting("begin"), _opened_to_lock(DATASET, opened.dataset) as descriptor:
+            if not _try_lock(descriptor):
+                return  # another rank does it
+            before, known = os.fstat(descriptor).st_mtime / DAY, _parse(os.pread(descriptor, 1 << 16, 0))
+            if known.get("run") != run or not 0 <= floor(now) - floor(before) <= 1:
+                _reset(opened.dataset, time_of_use(floor(now) + 1) - 10**9)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps({"url": self._url, "run": run}).encode(), 0)
+            os.utime(descriptor, ns=(time.time_ns(), time_of_use(now)))
 
     def _open(self) -> _Opened | None:
         """Return the opened folders, None if they cannot be used now."""
@@ -629,7 +566,7 @@ class RangeCache:
 
     def _open_folders(self) -> _Opened:
         folder = _Folder(self._options)
-        dataset = folder.open_below(self._digest)
+        dataset = folder.open_below(self._name)
         with suppress(FileExistsError):
             descriptor = os.open(DATASET, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600, dir_fd=dataset)
             try:
@@ -679,11 +616,13 @@ class RangeCache:
     def _wait(self, turn: ExitStack, opened: _Opened, key: _Key, receiver: Receiver, use: Use) -> Buffer | None:
         """Wait until nobody else fetches the range, for a limited time; return its bytes if it was stored meanwhile.
 
-        If not, it is this process's turn to fetch it, until `turn` is closed.
+        If not, it is this process's turn to fetch it, until `turn` is closed; at the same time as others if it has
+        waited: what nobody stored has no room.
         """
-        found: list[Buffer] = []
+        found, calls = list[Buffer](), count()
 
         def has_ended() -> bool:
+            next(calls)
             locked = _try_lock_range(descriptor, key.name)
             body = self._lookup(opened, key, receiver, use)  # it may have been stored before the lock
             if body is not None:
@@ -691,24 +630,11 @@ class RangeCache:
             return locked or body is not None
 
         with self._counting("lock"):
-            descriptor = open_to_lock(FETCHING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, opened.folder.root)
-            turn.callback(close_locked, descriptor)
+            descriptor = turn.enter_context(_opened_to_lock(FETCHING, opened.folder.root))
             _wait_until(has_ended, self._wait_seconds)
+        if next(calls) > 1:
+            turn.close()
         return found[0] if found else None
-
-    @contextmanager
-    def _storing(self, opened: _Opened, key: _Key, use: Use) -> Iterator[_Unfinished | None]:
-        """Yield the file for a range, with room for it, or None; it is removed unless it is finished."""
-        unfinished = None
-        with self._counting("write"):
-            wanted = _times(opened.dataset).stored(time_of_use(use.next_use), time.time_ns(), key.file_size)
-            unfinished = _Unfinished(opened.folder, key, wanted)
-        try:
-            yield unfinished if unfinished is not None and unfinished.kept else None
-        finally:
-            if unfinished is not None:
-                with self._counting("write"):
-                    unfinished.close()
 
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
@@ -729,9 +655,9 @@ class RangeCache:
 
 
 @lru_cache(64)
-def range_cache(options: Cache, digest: str, url: str = "", wait_seconds: float = WAIT_SECONDS) -> RangeCache:
+def range_cache(*arguments: Any) -> RangeCache:
     """Return the cache of a dataset, the same one for the same arguments: workers have a copy for each task."""
-    return RangeCache(options, digest, url, wait_seconds)
+    return RangeCache(*arguments)
 
 
 def _read(descriptor: int, file_size: int, key: _Key, receiver: Receiver) -> memoryview | None:
@@ -758,7 +684,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _reset(dataset: int, modified: int) -> None:
     """Set the next use of all ranges of a dataset, but those that are resident."""
     for name, status in _ranges(dataset):
-        if use_of_time(status.st_mtime_ns) != RESIDENT:
+        if status.st_mtime_ns >= EARLIEST * 10**9:
             with suppress(FileNotFoundError):
                 os.utime(name, ns=(status.st_atime_ns, modified), dir_fd=dataset, follow_symlinks=False)
 
@@ -778,13 +704,13 @@ def entries(path: str | os.PathLike[str]) -> list[CachedDataset]:
     found = []
     with _existing(path) as folder:
         for digest, dataset in _datasets(folder.root):
-            ranges = [status for _, status in _ranges(dataset)]
-            size = sum(disk_bytes(status.st_size) for status in ranges)
-            read = [status.st_atime for status in ranges]
+            count, size, read = 0, 0, 0.0
+            for _, status in _ranges(dataset):
+                count, size, read = count + 1, size + disk_bytes(status.st_size), max(read, status.st_atime)
             with suppress(FileNotFoundError):
                 descriptor = os.open(DATASET, os.O_RDONLY | _NO_FOLLOW, dir_fd=dataset)
                 url = str(_parse(_contents(descriptor)).get("url", ""))
-                found.append(CachedDataset(digest, url, len(ranges), size, max(read, default=0.0)))
+                found.append(CachedDataset(digest, url, count, size, read))
     return found
 
 
@@ -802,11 +728,11 @@ def clear(path: str | os.PathLike[str], digest: str = "") -> tuple[int, int]:
             raise UsageError(problem, "streamloader cache PATH lists what it has")
         for name, dataset in _datasets(folder.root):
             if name in chosen:
-                for file, status in [*_ranges(dataset), (DATASET, None)]:
+                files = [(file, disk_bytes(status.st_size)) for file, status in _ranges(dataset)]
+                for file, taken in [*files, (DATASET, 0)]:
                     with suppress(FileNotFoundError):
                         os.unlink(file, dir_fd=dataset)
-                        count += status is not None
-                        size += disk_bytes(status.st_size) if status else 0
+                        count, size = count + (taken > 0), size + taken
                 _remove_folder(name, folder.root)
         with suppress(FileNotFoundError):
             os.unlink(STATE, dir_fd=folder.root)  # the next writer counts what is left

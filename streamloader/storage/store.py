@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from streamloader.errors import ObjectExistsError, StorageError, UnsupportedError, UsageError
 from streamloader.options import Cache
 from streamloader.storage.buffers import RESIDENT, USE, Allocate, Body, Buffer, Receiver, Use, body_bytes, empty_buffer
-from streamloader.storage.cache import RangeCache, range_cache
+from streamloader.storage.cache import WAIT_SECONDS, RangeCache, range_cache
 from streamloader.storage.objects import TEMPORARY_SUFFIX, Client, ObjectInfo, checked_path, join_path, object_path
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import OnRetry, Retrier, cause_of, translated
@@ -123,12 +123,14 @@ class Store:
         """Return the store below `path`; it shares this one's clients, but not its cache."""
         return replace(self, folder=self._below(path), cache=None)
 
-    def cached(self, cache: Cache | None, digest: str) -> Store:
+    def cached(self, cache: Cache | None, digest: str, *, versions: bool = False) -> Store:
         """Return the same store with a cache for the data plane, and for `get_fixed`; without one for None.
 
-        `digest` identifies the content of the objects that these read.
+        `digest` identifies the content of the objects that these read, or of those of one of several `versions`, if
+        `Use.content` does so for ranges that these share.
         """
-        return replace(self, cache=None if cache is None else range_cache(cache, digest, self.url))
+        given = cache, digest, self.url, WAIT_SECONDS, self.url if versions else ""
+        return replace(self, cache=None if cache is None else range_cache(*given))
 
     def get(self, path: str) -> bytes:
         """Return the object. Raises `NotFoundError` if it does not exist."""
