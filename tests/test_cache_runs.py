@@ -1,10 +1,12 @@
 """Runs with a cache: what a node reads again, and that nothing but the number of requests depends on the cache."""
 
+import re
+import shutil
 import subprocess
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from amounts import covering, examples
+from amounts import covering, examples, longer
 from folder_server import FolderServer, folder_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_workers import digest
+from torch.utils.data import DataLoader
 
 import streamloader as sl
 from streamloader.engine import engine
@@ -28,7 +31,7 @@ from streamloader.loader.dataset import NumpyMixture
 from streamloader.loader.world import LAUNCHERS, LOCAL_RANKS, LOCAL_SIZES, ranks_of_node
 from streamloader.measure import cache as cache_forecast
 from streamloader.measure.cache import simulate, visits_of
-from streamloader.measure.forecast import ForecastOptions, forecast
+from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
 from streamloader.options import Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
@@ -72,9 +75,9 @@ def test_the_order_tells_when_a_node_reads_a_block_next(data):
 
 
 LAYOUT = Layout(shard_size=1 << 20, block_size=1 << 15, chunk_size=1 << 13, codec="none")
-ROWS = replace(LAYOUT, block_size=1 << 14)  # 375 blocks
+ROWS = replace(LAYOUT, block_size=1 << 14)
 SHUFFLE = sl.Shuffle(lanes=4, window=16)
-COUNT = 1500
+COUNT, ROW_COUNT = 480, 2000  # of rows, in 250 blocks
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +97,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(COUNT):
                 x = rng.random(1000, np.float32)
                 out.write({"x": x, "label": i, "text": rng.bytes(int(rng.integers(0, 2000)))})
-    with sl.Writer(path / "rows", {"x": "float32[500]", "label": "int32"}, layout=ROWS) as out:
-        for i in range(3000):
-            out.write({"x": rng.random(500, np.float32), "label": i})
+    for name in ("rows", "rows2"):
+        with sl.Writer(path / name, {"x": "float32[500]", "label": "int32"}, layout=ROWS) as out:
+            for i in range(ROW_COUNT):
+                out.write({"x": rng.random(500, np.float32), "label": i})
     return path
 
 
@@ -170,6 +174,21 @@ def test_a_loader_with_all_in_the_cache_does_not_notice_an_outage(folder, tmp_pa
     assert not [record for record in caplog.records if "no request to" in record.getMessage()]
 
 
+def reads_of_epochs(open_loaders: Callable[[], list[Any]]) -> list[list[int]]:
+    """The requests and the hits of three epochs, each by loaders of its own, which prefetch nothing of the next one."""
+    found = []
+    for epoch in range(3):
+        loaders = open_loaders()
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        for batches in zip(*loaders, strict=True):
+            assert len(batches) == len(loaders)
+        found.append([sum(getattr(loader.stats(), name) for loader in loaders) for name in ("requests", "cache_hits")])
+        for loader in loaders:
+            loader.close()
+    return found
+
+
 @pytest.mark.parametrize(("share", "ranks", "workers"), covering([0.25, 0.5, 0.75, 1.0], [1, 2], [0, 2], together=1))
 def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, caplog, share, ranks, workers):
     options = ForecastOptions(world_size=ranks, ranks_here=ranks, batch_size=16, shuffle=SHUFFLE)
@@ -177,19 +196,56 @@ def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothin
     planned = forecast(str(folder / "rows"), replace(options, cache=round(needed * share))).cache
     assert planned.needed == needed
     cache = sl.Cache(tmp_path, limit=round(needed * (1.02 if share == 1 else share)), free=0)
-    found = []
-    for epoch in range(4):  # each by a loader of its own, which prefetches nothing of the next one
-        loaders = open_ranks(server, ranks, "rows", num_workers=workers, cache=cache)
-        for loader in loaders:
-            loader.set_epoch(epoch)
-        for batches in zip(*loaders, strict=True):
-            assert len(batches) == ranks
-        found.append([sum(getattr(loader.stats(), name) for loader in loaders) for name in ("requests", "cache_hits")])
-        for loader in loaders:
-            loader.close()
+    found = reads_of_epochs(lambda: open_ranks(server, ranks, "rows", num_workers=workers, cache=cache))
     requests, hits = np.sum(found[1:], axis=0).tolist()
-    assert abs(hits / (hits + requests) - np.mean(planned.hits)) <= 0.02, (found, planned, caplog.messages)
+    assert abs(hits / (hits + requests) - np.mean(planned.hits[:2])) <= 0.02, (found, planned, caplog.messages)
     assert (share < 1) or (requests, planned.requests) == (0, (0, 0, 0))
+
+
+@pytest.mark.parametrize("share", [longer(0.25), 0.5])
+def test_a_cache_of_a_mixture_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, share):
+    options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",))
+    weights = [(str(folder / "rows"), 2.0), (str(folder / "rows2"), 1.0)]
+    needed = forecast_mixture(weights, replace(options, cache=1 << 40)).cache.needed
+    planned = forecast_mixture(weights, replace(options, cache=round(needed * share))).cache
+    cache = sl.Cache(tmp_path, limit=round(needed * share), free=0)
+    sources = {f"{server.url}/{Path(path).name}": weight for path, weight in weights}
+    given = {"batch_size": 16, "shuffle": SHUFFLE, "fields": ["x"], "cache": cache}
+    found = reads_of_epochs(lambda: [NumpyMixture(sources, **given)])
+    requests, hits = np.sum(found[1:], axis=0).tolist()
+    assert abs(hits / (hits + requests) - np.mean(planned.hits[:2])) <= 0.02, (found, planned)
+    assert requests == pytest.approx(sum(planned.requests[:2]), rel=0.1)
+
+
+@pytest.mark.parametrize("share", [longer(0.25), 0.5])
+def test_a_cache_of_arrays_hits_as_often_as_the_plan_says(server, tmp_path, nothing_kept, share):
+    group = zarr.open_group(server.folder / f"arrays{share}", mode="w", zarr_format=3)
+    data = np.random.default_rng(0).random((1200, 16, 16), np.float32)
+    group.create_array("x", data=data, chunks=(8, 16, 16), dimension_names=("time", "y", "x"))
+    sampling = sl.options.Sampling(sample_axis="time")
+    options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",), sampling=sampling)
+    url = str(server.folder / f"arrays{share}")
+    needed = forecast(url, replace(options, cache=1 << 40)).cache.needed
+    planned = forecast(url, replace(options, cache=round(needed * share))).cache
+    cache = sl.Cache(tmp_path, limit=round(needed * share), free=0, arrays=True)
+    given = {"sample_axis": "time", "fields": ["x"], "cache": cache}
+    found = reads_of_epochs(lambda: open_ranks(server, 1, f"arrays{share}", **given))
+    requests, hits = np.sum(found[1:], axis=0).tolist()
+    assert abs(hits / (hits + requests) - np.mean(planned.hits[:2])) <= 0.02, (found, planned)
+
+
+@pytest.mark.long
+def test_with_weights_other_samples_are_read_and_the_plan_says_so(folder, server, tmp_path, nothing_kept):
+    weights = str(tmp_path / "weights.npy")
+    np.save(weights, np.random.default_rng(1).random(ROW_COUNT))
+    options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",), weights=weights)
+    needed = forecast(str(folder / "rows"), replace(options, cache=1 << 40)).cache.needed
+    planned = forecast(str(folder / "rows"), replace(options, cache=needed)).cache
+    cache = sl.Cache(tmp_path / "cache", limit=needed, free=0)
+    given = {"weights": weights, "fields": ["x"], "seed": 0, "cache": cache}
+    found = reads_of_epochs(lambda: open_ranks(server, 1, "rows", **given))
+    requests, hits = np.sum(found[1:], axis=0).tolist()
+    assert abs(hits / (hits + requests) - np.mean(planned.hits[:2])) <= 0.02, (found, planned)
 
 
 def test_a_cache_of_part_of_the_data_hits_as_often_as_it_has_room_whatever_it_keeps():
@@ -261,7 +317,7 @@ def test_a_run_that_was_killed_in_its_first_epoch_goes_on_with_what_it_had_read(
     (plain,) = open_ranks(server)
     expected = digests(plain, 2)
     plain.close()
-    with start_rank(f"{server.url}/data", tmp_path, 0, 1, 40) as process:
+    with start_rank(f"{server.url}/data", tmp_path, 0, 1, 15) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         process.kill()
@@ -320,20 +376,76 @@ def test_mixtures_joins_and_random_access_read_by_the_cache(server, tmp_path, no
     found = []
     for more in ({}, {"cache": cache}):
         loaders = NumpyMixture(sources, **more, **options), sl.NumpyDataset(join, **more, **options)
-        found.append(tuple(map(digests, loaders)))
+        found.append([digests(loader, 1) for loader in loaders])
         for loader in loaders:
             loader.close()
     expected = found[0]
     assert found[1] == expected
     data_gets(server)
     again = NumpyMixture(sources, cache=cache, **options), sl.NumpyDataset(join, cache=cache, **options)
-    assert tuple(map(digests, again)) == expected
+    assert [digests(loader, 1) for loader in again] == expected
     assert data_gets(server) == []
     opened = sl.open(f"{server.url}/data", cache=cache)
-    samples = [opened[number] for number in (0, 700, COUNT - 1)]
+    samples = [opened[number] for number in (0, COUNT // 2, COUNT - 1)]
     data_gets(server)
     once_more = sl.open(f"{server.url}/data", cache=cache)
-    assert digest(samples[1]) == digest(once_more[700])
+    assert digest(samples[1]) == digest(once_more[COUNT // 2])
+    assert data_gets(server) == []
+
+
+def spans(server: FolderServer) -> set[tuple[str, int]]:
+    """The bytes of the shards of field x that were asked for since the last call, in pieces of 1,000."""
+    with server.lock:
+        ranges, server.ranges[:] = list(server.ranges), []
+    found = set()
+    for path, text in ranges:
+        if "/x/c/" in path and (bounds := re.fullmatch(r"bytes=(\d+)-(\d+)", text)):
+            first, last = map(int, bounds.groups())
+            found |= {(path, number) for number in range(-(-first // 1000), last // 1000)}
+    return found
+
+
+def test_after_an_append_only_what_is_new_is_requested_and_nothing_of_what_was_overwritten_is_served(
+    folder, server, tmp_path, nothing_kept
+):
+    cache, grown = sl.Cache(tmp_path, free=0), folder / "grown"
+    shutil.copytree(folder / "rows", grown)
+    (dataset,) = open_ranks(server, name="grown", cache=cache)
+    digests(dataset, 1)
+    dataset.close()
+    before = spans(server)
+    sl.append(grown, folder / "rows", workers=0)
+    (other,) = open_ranks(server, name="grown", cache=sl.Cache(tmp_path / "other", free=0))
+    expected = digests(other, 1)
+    other.close()
+    every = spans(server)
+    (dataset,) = open_ranks(server, name="grown", cache=cache)
+    assert digests(dataset, 1) == expected
+    asked = spans(server)
+    assert asked == every - before
+    assert asked
+    assert len(every) > 1.9 * len(before)
+    dataset.close()
+    shutil.rmtree(grown)
+    rng = np.random.default_rng(7)
+    with sl.Writer(grown, {"x": "float32[500]", "label": "int32"}, layout=ROWS) as out:
+        for i in range(ROW_COUNT):
+            out.write({"x": rng.random(500, np.float32), "label": i})
+    (plain,), (dataset,) = open_ranks(server, name="grown"), open_ranks(server, name="grown", cache=cache)
+    assert digests(dataset, 1) == digests(plain, 1)
+
+
+@pytest.mark.parametrize("method", ["spawn", longer("forkserver")])
+def test_the_workers_of_a_dataloader_read_by_the_cache_however_they_are_started(server, tmp_path, method):
+    options = {"name": "rows", "with_index": True, "cache": sl.Cache(tmp_path, free=0)}
+    (filled,) = open_ranks(server, **options)
+    expected = [batch["index"].tolist() for batch in filled]
+    filled.close()
+    given = {"batch_size": 16, "seed": 5, "with_index": True, "shuffle": SHUFFLE, "cache": options["cache"]}
+    dataset = sl.StreamingDataset(f"{server.url}/rows", **given)
+    data_gets(server)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert [batch["index"].tolist() for batch in loader] == expected
     assert data_gets(server) == []
 
 

@@ -219,7 +219,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
     ]
 
 
-def _cache_lines(planned: Forecast) -> Iterator[str]:
+def _cache_lines(planned: Forecast | MixtureForecast) -> Iterator[str]:
     if (cache := planned.cache) is None:
         return
     shares = ", ".join(f"{hits:.1%}" for hits in cache.hits)
@@ -280,8 +280,8 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
         click.echo(json.dumps(planned.to_dict(), indent=1))
         return
     click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
-    lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about "), *_padding_line(planned)]
-    click.echo("\n".join(lines))
+    lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]
+    click.echo("\n".join([*lines, *_cache_lines(planned), *_padding_line(planned)]))
     for begin, later in planned.schedule:
         shown = ", ".join(f"{share:.1%}" for share in later)
         click.echo(f"schedule  from {begin:,} {planned.schedule_by} on, {shown} of the samples")

@@ -60,7 +60,7 @@ def array_reads(dataset: Dataset, block: int) -> list[ArrayReads]:
             read = _bytes_read(reader, member, array, block)
             least = min(read, reader.count_chunks(member, array) * array.array.chunk_bytes)
             used = _bytes_used(column, member, array, reader.fields.unused)
-            stored, ratio = int(read * _stored_share(dataset, array)), round(read / max(1, used), 3)
+            stored, ratio = int(read * stored_share(dataset, array)), round(read / max(1, used), 3)
             found.append(ArrayReads(name, array.array.path or name, read, least, used, stored, ratio))
     return found
 
@@ -111,7 +111,7 @@ def _bytes_used(column: RegionColumn, member: Member, array: ArrayReader, unused
     return prod(lengths.values()) * len(member.slices) * array.array.dtype.itemsize
 
 
-def _stored_share(dataset: Dataset, array: ArrayReader) -> float:
+def stored_share(dataset: Dataset, array: ArrayReader) -> float:
     """Return stored over decoded bytes, from the sizes of some objects; 1 if none is known."""
     zarr = array.array
     places = {tuple(n * i // SAMPLED_OBJECTS for n in zarr.grid) for i in range(SAMPLED_OBJECTS)}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamloader.engine.dataset import Dataset, index_bytes, numbers_among_all
+from streamloader.engine.dataset import Dataset, numbers_among_all, table_bytes
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, MixtureError, UsageError
@@ -298,24 +298,22 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         copies=_copies(dataset, options.weights),
-        cache=None if options.cache is None else _cache(engine, share, options),
+        cache=_cache(engine, share, options),
         padding=_padding(loader._datasets, loader._first_share()),
         packed=_packed(dataset),
         drawn=_first_blocks(share, params.block),
     )
 
 
-def _cache(engine: Engine, share: Share, options: ForecastOptions) -> CacheForecast:
-    """Return what a cache has in later epochs. Raises `UsageError` for epochs that read other samples each."""
-    (dataset,) = engine.datasets
-    assert options.cache is not None
-    if dataset.weights_digest is not None or dataset.arrays is not None:
-        other = "weights=" if dataset.arrays is None else "arrays in place"
-        raise UsageError(f"a cache with {other} is not forecast", "leave cache= out")
+def _cache(engine: Engine, share: EpochShare, options: ForecastOptions) -> CacheForecast | None:
+    """Return what a cache has in later epochs, None without one."""
+    if options.cache is None:
+        return None
     held, _ = engine.plan_memory(share, engine.steps_at_once(share))
-    names = [name for name in dataset.names if name not in held]
-    resident = sum(dataset.layouts[name].stored for name in held) + index_bytes([dataset])
-    return forecast_cache(share, dataset, names, limit=options.cache, ranks_here=options.ranks_here, resident=resident)
+    stored = sum(dataset.layouts[name].stored for dataset in engine.datasets for name in held)
+    resident = stored + table_bytes(engine.datasets)
+    given = {"limit": options.cache, "ranks_here": options.ranks_here, "resident": resident}
+    return forecast_cache(share, engine.datasets, held, **given)
 
 
 def _padding(datasets: Sequence[Dataset], share: EpochShare) -> tuple[float, float] | None:
@@ -401,7 +399,7 @@ class MixtureForecast(EpochForecast):
 
     `schedule`: the share of each source in the samples, by the number of steps, or of what else is `schedule_by`, after
     which they are no more those of `sources`. `rereads`: why several ranks read a block, so that `requests` and `bytes`
-    are the least; "" if one rank reads it. `padding`: as in `Forecast`.
+    are the least; "" if one rank reads it. `padding`, `cache`: as in `Forecast`.
     """
 
     sources: tuple[SourceForecast, ...]
@@ -409,6 +407,7 @@ class MixtureForecast(EpochForecast):
     schedule_by: str
     rereads: str
     padding: tuple[float, float] | None
+    cache: CacheForecast | None
 
 
 def forecast_mixture(
@@ -432,8 +431,6 @@ def forecast_mixture(
             problem = f"a schedule of {len(each)} weights from {begin} {schedule_by} on, for {len(sources)} URLs"
             raise MixtureError(problem, "give a weight for each URL")
         later[begin] = dict(zip(sources, each, strict=True))
-    if options.cache is not None:
-        raise UsageError("a cache of a mixture is not forecast", "plan each URL by itself, or leave cache= out")
     arguments |= {"weigh": weigh, "schedule": later, "schedule_by": schedule_by}
     mixture = NumpyMixture(sources, **arguments, **options.arguments())
     share = mixture._first_share()
@@ -441,7 +438,8 @@ def forecast_mixture(
     counts = share.mix.counts(share.num_samples).tolist()
     passes = [count / dataset.num_samples for count, dataset in zip(counts, mixture._datasets, strict=True)]
     passes_read = list(map(_passes_read, share.mix.orders, share.mix.fetches, counts))
-    epoch, reads = _epoch(mixture, _engine(mixture, options), share, passes_read, options)
+    engine = _engine(mixture, options)
+    epoch, reads = _epoch(mixture, engine, share, passes_read, options)
     shares, field_shares = mixture.shares(), _field_shares(mixture, weigh)
     parts = []
     for number, (source, weight) in enumerate(sources.items()):
@@ -454,6 +452,7 @@ def forecast_mixture(
     padding = _padding(mixture._datasets, share)
     scheduled = tuple((begin, tuple(mixture.shares(step=begin).values())) for begin in later)
     shown: dict[str, Any] = {"schedule": scheduled, "schedule_by": schedule_by, "rereads": rereads, "padding": padding}
+    shown["cache"] = _cache(engine, share, options)
     return MixtureForecast(**epoch, sources=tuple(parts), **shown)
 
 
