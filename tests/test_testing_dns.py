@@ -20,7 +20,6 @@ from torchrun import environment, run_python
 import streamloader as sl
 from streamloader.errors import UsageError
 from streamloader.options import Layout
-from streamloader.storage import open_store
 from streamloader.testing import FaultProxy, HostName
 
 NAME = "store.test"
@@ -118,32 +117,12 @@ def name():
         yield name
 
 
-@pytest.fixture(scope="module")
-def stored(folder, seaweedfs):
-    """The URL of the dataset on a server that checks signatures."""
-    url = seaweedfs.url("dns")
-    store = open_store(url, seaweedfs.storage_options)
-    for path in (folder / "data").rglob("*"):
-        if path.is_file():
-            store.put(path.relative_to(folder / "data").as_posix(), path.read_bytes())
-    return url
-
-
 @pytest.fixture
 def proxy_and_place(request, name, folder):
     """A proxy, and the URL and options by which a client reads the dataset through it by its name."""
-    plane = request.param
-    with contextlib.ExitStack() as stack:
-        if plane == "s3":
-            server, url = request.getfixturevalue("seaweedfs"), request.getfixturevalue("stored")
-            proxy = stack.enter_context(FaultProxy(server.endpoint))
-            options = {**server.storage_options, "endpoint_url": proxy.endpoint.replace("127.0.0.1", NAME)}
-        else:
-            server = stack.enter_context(folder_server(folder))
-            proxy = stack.enter_context(FaultProxy(server.url))
-            url, options = location(proxy.endpoint.replace("127.0.0.1", NAME), plane)
+    with folder_server(folder) as server, FaultProxy(server.url) as proxy:
         name.resolves = True
-        yield proxy, (url, options)
+        yield proxy, location(proxy.endpoint.replace("127.0.0.1", NAME), request.param)
 
 
 # the digest of a batch for each line that is read, and how the epoch ended
@@ -185,7 +164,7 @@ def reading(name, place, workers, retry):
 
 
 @pytest.mark.parametrize(
-    ("proxy_and_place", "workers"), [("s3", 0), ("s3", 2), ("http", 2)], indirect=["proxy_and_place"]
+    ("proxy_and_place", "workers"), [("s3", 0), ("s3", 2), ("http", 0)], indirect=["proxy_and_place"]
 )
 def test_a_run_goes_on_by_open_connections_waits_for_the_name_and_keeps_the_order(
     proxy_and_place, workers, name, expected
@@ -211,13 +190,11 @@ def test_a_run_goes_on_by_open_connections_waits_for_the_name_and_keeps_the_orde
     assert seen == [*expected, "end"]
 
 
-@pytest.mark.parametrize(("proxy_and_place", "workers"), [("s3", 2), ("http", 0)], indirect=["proxy_and_place"])
-def test_a_name_that_stays_away_ends_the_run_with_its_host_the_attempts_and_the_cause(
-    proxy_and_place, workers, name, expected
-):
+@pytest.mark.parametrize("proxy_and_place", ["s3"], indirect=True)
+def test_a_name_that_stays_away_ends_the_run_with_its_host_the_attempts_and_the_cause(proxy_and_place, name, expected):
     proxy, place = proxy_and_place
     retry = {"outage_seconds": 1.5, "request_seconds": 1.5, "probe_seconds": 0.2}
-    with reading(name, place, workers, retry) as (process, _):
+    with reading(name, place, 2, retry) as (process, _):
         seen = [process.stdout.readline().strip()]
         name.resolves = False
         proxy.stop()
@@ -233,7 +210,7 @@ def test_a_name_that_stays_away_ends_the_run_with_its_host_the_attempts_and_the_
     assert "Temporary failure in name resolution" in last
     attempts, seconds = re.search(r"\((\d+) attempts in ([\d.]+) s\)", last).groups()
     assert int(attempts) > 1
-    assert 1.5 <= float(seconds) < 10
+    assert 1.5 <= float(seconds) < 25  # both limits, and the deadline of the last attempt
 
 
 READING_ONCE = """
@@ -250,13 +227,14 @@ except StorageError as error:
 """
 
 
-@pytest.mark.parametrize("returns", [True, False])
-@pytest.mark.parametrize("plane", ["fsspec", "reference"])
+@pytest.mark.parametrize(
+    ("plane", "returns"), [("fsspec", True), ("fsspec", False), ("http", False), ("reference", True)]
+)
 def test_a_read_waits_for_the_name(name, tmp_path, plane, returns):
     """By aiohttp, whose clients keep names for 10 s; and the host of a reference is none that may not be read."""
     (tmp_path / "x").write_text("right")
     with folder_server(tmp_path) as server:
-        url, options = server.url.replace("127.0.0.1", NAME), {"encoded": False}
+        url, options = server.url.replace("127.0.0.1", NAME), {"encoded": False} if plane == "fsspec" else {}
         if plane == "reference":
             (tmp_path / "refs.json").write_text(json.dumps({"x": [f"{url}/x", 0, 5]}))
             url, options = f"reference://::{tmp_path}/refs.json", {"remote_options": {}}
