@@ -1,4 +1,6 @@
-"""Real S3 servers on free ports of this machine, each a process of its own that dies with its starter.
+"""Real S3 servers, and emulators of Azure's and Google's stores, on free ports of this machine.
+
+Each is a process of its own that dies with its starter.
 
 A server is started by a keeper process (this file run as a script). The keeper holds the reading end of a
 pipe from the starter: when the starter closes it, or dies in any way, the keeper kills the server's whole
@@ -9,6 +11,7 @@ process group and removes the server's folder. Nothing here needs pytest.
         fsspec.filesystem("s3", **server.storage_options)
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -177,6 +180,32 @@ def juicefs_server() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
+def azurite_server(script: Path) -> Iterator[S3Server]:
+    """Run Azurite, Microsoft's emulator of Azure's blobs, in node: its `script` is blob/main.js. It is no S3 server."""
+
+    def command(folder: Path, ports: Sequence[int]) -> list[str]:
+        flags = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+        return ["node", str(script), "--blobHost", "127.0.0.1", "--blobPort", str(ports[0]), *flags]
+
+    secret = base64.b64encode(b"streamloader-secret").decode()
+    keys = {"AWS_SECRET_ACCESS_KEY": secret, "AZURITE_ACCOUNTS": f"streamloader:{secret}"}
+    with _running("azurite", command, num_ports=1, env=keys, ready=_wait_listening) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def gcs_server(binary: Path) -> Iterator[S3Server]:
+    """Run fake-gcs-server, an emulator of Google's storage, which holds objects in memory. It is no S3 server."""
+
+    def command(folder: Path, ports: Sequence[int]) -> list[str]:
+        flags = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(ports[0]), "-backend", "memory"]
+        return [str(binary), *flags, "-public-host", f"127.0.0.1:{ports[0]}"]
+
+    with _running("gcs", command, num_ports=1, env={}, ready=_wait_listening) as server:
+        yield server
+
+
+@contextlib.contextmanager
 def external_server(endpoint: str) -> Iterator[S3Server]:
     """Use the server at `endpoint` with the keys of the environment; its buckets are removed at the end."""
     key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
@@ -206,8 +235,12 @@ def _running(
     num_ports: int,
     env: dict[str, str],
     ports: Sequence[int] = (),
+    ready: Callable[[S3Server, subprocess.Popen[bytes]], str] | None = None,
 ) -> Iterator[S3Server]:
-    """Start the command until it answers; another process may take a free port first, hence the attempts."""
+    """Start the command until it answers: as an S3 server, or as `ready` says.
+
+    Another process may take a free port first, hence the attempts.
+    """
     chosen = ports
     for attempt in range(START_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f"streamloader-{name}-"))
@@ -222,7 +255,7 @@ def _running(
                 secret=env.get("AWS_SECRET_ACCESS_KEY", "streamloader-secret"),
                 pid=int(keeper.stdout.readline() or 0),
             )
-            problem = _wait_ready(server, keeper)
+            problem = (ready or _wait_ready)(server, keeper)
             if not problem:
                 yield server
                 return
@@ -276,6 +309,19 @@ def _wait_ready(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:
             problem = str(error)
         time.sleep(0.05)
     return problem
+
+
+def _wait_listening(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:
+    """Wait until the server listens; return what is wrong, or nothing."""
+    deadline, port = time.monotonic() + READY_SECONDS, int(server.endpoint.rpartition(":")[2])
+    while time.monotonic() < deadline:
+        if select.select([keeper.stdout], [], [], 0)[0]:
+            return "it ended by itself"
+        with contextlib.suppress(FileNotFoundError):  # of a file that it has just closed
+            if _listens(server.pid, port):
+                return ""
+        time.sleep(0.05)
+    return "it does not listen"
 
 
 def _listens(pid: int, port: int) -> bool:

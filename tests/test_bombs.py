@@ -57,7 +57,7 @@ def text(root, name, kind, head):
 
 def lines(root):
     """Lines of which a few are long, between those that are read first."""
-    rows = ["a" * (MIB if number % 66 in range(30, 40) else 1) for number in range(1000)]
+    rows = ["a" * (MIB // 4 if number % 66 in range(30, 40) else 1) for number in range(1000)]
     (root / "a.jsonl.gz").write_bytes(gzip.compress("".join(f'{{"x": "{row}"}}\n' for row in rows).encode()))
 
 

@@ -1,5 +1,6 @@
 """Credentials that end in the middle of a run are renewed: from each source, in each process, once and not by each."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import session_tokens as tokens
 from amounts import longer
 from datasets import SMALL, value, write
+from torchrun import run_python
 
 import streamloader as sl
 from streamloader.errors import AccessError, UnsupportedError, UsageError
@@ -90,6 +92,37 @@ def test_keys_are_renewed_in_worker_processes(kind, server, moto, tmp_path, monk
     # workers of the loader may run already, with another environment
     work(server, moto.url(), options, tmp_path, 2, 2 if kind == "function" else 0)
     assert server.given <= 3 * (4 * server.tokens + 8)
+
+
+IN_DATA_LOADER = """
+import json, sys
+from torch.utils.data import DataLoader
+import streamloader as sl
+if __name__ == "__main__":
+    url, options = json.loads(sys.argv[1])
+    dataset = sl.StreamingDataset(url, batch_size=32, with_index=True, num_workers=0, storage_options=options)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=sys.argv[2])
+    print(json.dumps(sorted((int(i), float(x[0])) for batch in loader for i, x in zip(batch["index"], batch["x"]))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("sso", "fork"),
+        *(longer(*each) for each in (("sso", "forkserver"), ("container", "spawn"), ("process", "fork"))),
+    ],
+)
+def test_keys_that_expire_are_renewed_in_workers_of_a_data_loader(kind, method, server, dataset, monkeypatch, tmp_path):
+    options = server.options(kind, monkeypatch)
+    (tmp_path / "program.py").write_text(IN_DATA_LOADER)
+    server.left = 10
+    arguments = (tmp_path / "program.py", json.dumps([dataset, options]), method)
+    found = json.loads(run_python(*arguments, HOME=str(tmp_path)).stdout)  # botocore looks for tokens of SSO there
+    assert found == [[i, float(value("x", i)[0])] for i in range(SAMPLES)]
+    assert server.tokens >= 2
+    # the process asks, and each of its workers, which begin with its keys or ask, and for each token that ends
+    assert server.given <= 3 * (server.tokens + 2)
 
 
 def test_a_function_that_other_processes_cannot_load_is_called_in_this_one(server, dataset, monkeypatch, tmp_path):
