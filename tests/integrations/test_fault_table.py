@@ -109,6 +109,11 @@ def places(kind: str) -> list[Cell]:
     return [cell for cell in every if (cell.task, cell.workers) not in impossible]
 
 
+# how the errors of a kind name their cause
+CAUSES = {"403": "credentials have expired", "200": "ignores ranges", "wrong-range": "another range"}
+CAUSES |= dict.fromkeys(["301", "307"], "another region or at another endpoint")
+
+
 def cells() -> list[Any]:
     """All cells; those that are not in the sample are long.
 
@@ -141,7 +146,9 @@ class Table:
             (folder / name).mkdir()
             np.save(folder / name / "x.npy", rows)
         sl.convert(folder / "x" / "x.npy", folder / "ours", layout=LAYOUT, workers=0)
-        array = zarr.create_array(folder / "arrays" / "x", data=values(0, COUNT), chunks=(10, 300))
+        # without a checksum nobody could see a flipped bit
+        more = {"compressors": [zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec()]}
+        array = zarr.create_array(folder / "arrays" / "x", data=values(0, COUNT), chunks=(10, 300), **more)
         assert array.nchunks == COUNT // 10
         self.server, self.proxy, self.clean = cache(self._server), cache(self._proxy), cache(self._clean)
         self.big = cache(self._big)
@@ -265,7 +272,7 @@ def outcome_of(table: Table, cell: Cell, number: int) -> dict[str, Any]:
         assert found == expected
         table.check_written(cell, url)
     else:
-        check_error(error)
+        check_error(cell, error)
     return {
         **vars(cell),
         "outcome": "right" if error is None else error.code,
@@ -278,10 +285,11 @@ def outcome_of(table: Table, cell: Cell, number: int) -> dict[str, Any]:
     }
 
 
-def check_error(error: StreamloaderError) -> None:
+def check_error(cell: Cell, error: StreamloaderError) -> None:
     """Assert that an error names the object, the attempts unless it was one, and the cause, in the stated time."""
     text = str(error)
     assert re.search(rf"s3://{BUCKET}/(ours|arrays|written)\b", text), text
+    assert CAUSES.get(cell.kind, "") in text, text
     if attempts := promises.ATTEMPTS.search(text):
         assert float(attempts[2]) <= STATED_SECONDS <= promise(promises.LATEST), text
     assert isinstance(error, StorageError | FormatError), text
