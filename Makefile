@@ -69,7 +69,7 @@ test-selected: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m '$(SELECTED)'
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long'
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long and not alone'
 
 test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long

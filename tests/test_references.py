@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import icechunk
 import numpy as np
@@ -261,7 +263,10 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("url", ELSEWHERE)
 @pytest.mark.parametrize("options", [{}, {"remote_options": {}}, {"allow": ["/etc/pass", "http://169.254.169"]}])
-def test_local_files_and_link_local_addresses_are_not_read_unless_they_are_allowed(url, options, tmp_path):
+def test_local_files_and_link_local_addresses_are_not_read_unless_they_are_allowed(url, options, tmp_path, monkeypatch):
+    if "name.invalid" in url:  # as where a resolver answers, which not every machine has
+        error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=error))
     written(tmp_path / "outside" / "refs.json", {})
     url = url.replace("OWN", str(tmp_path / "own"))
     path = written(tmp_path / "own" / "refs.json", references([url, 0, 16]))
