@@ -46,7 +46,8 @@ class ClipRun(NamedTuple):
     `stop - start` is the number of bytes of all ranges. `packets`: where each stored frame begins in the object, its
     size and its checksum, ascending. `clips`: of each clip the header of its item, and its packets. `picks`: the number
     of the video for each clip; `first_row`: the number of the first clip. `first_sample`: the video.
-    `rows` and `cached`: None, since clips are consecutive, and a cache keeps their ranges as they are, see `Run`.
+    `rows`, `cached` and `content`: clips are consecutive, and a cache keeps their ranges as they are, for one version
+    of the dataset, see `Run`.
     """
 
     path: str
@@ -61,6 +62,7 @@ class ClipRun(NamedTuple):
     first_row: int
     rows: None = None
     cached: None = None
+    content: str = ""
 
     @property
     def size(self) -> int:
