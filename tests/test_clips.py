@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import videos
 from commands import run
+from folder_server import folder_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,6 +93,19 @@ def test_an_epoch_has_each_clip_once_and_its_frames_are_those_of_the_whole_file(
     expected = [(i, start) for i, frames in enumerate(every) for start in range(0, len(frames) - 9, 5)]
     assert sorted(seen) == expected
     assert (seen == expected) == (options == {"shuffle": False})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_clips_come_from_a_cache(workers, url, tmp_path):
+    expected = [batch["video"] for batch in dataset(url)]
+    with folder_server(Path(url).parent) as server:
+        for epoch in range(2):
+            cached = dataset(f"{server.url}/d", num_workers=workers, cache=sl.Cache(tmp_path, free=0))
+            for batch, frames in zip(cached, expected, strict=True):
+                assert np.array_equal(batch["video"], frames)
+            cached.close()
+            paths, server.paths[:] = [*server.paths], []
+            assert all(path.endswith("zarr.json") for path in paths) == (epoch == 1)
 
 
 def test_clips_of_videos_of_any_key_frames_are_those_of_the_whole_file(tmp_path):

@@ -227,8 +227,8 @@ class Dataset:
         are cut at other places, it gets those of the part.
         """
         runs, store = self.runs(name, *part), self.side(name)[0].store
-        if part == block or store.cache is None or isinstance(self.readers[name], RegionReader):
-            return runs
+        if part == block or store.cache is None or not all(isinstance(run, Run) for run in runs):
+            return runs  # those of arrays and clips have places of their own in the objects
         whole = self.runs(name, *block)
         return [run._replace(cached=_bytes_around(run, whole)) for run in runs]
 
