@@ -129,7 +129,8 @@ def imports(url: str, arguments: str) -> None:
 
 def deaths(name: str, *seconds: str) -> None:
     """Call a function that ends its worker, at these times of the clock, until that is an error."""
-    processes.time = SimpleNamespace(monotonic=map(float, seconds).__next__)  # type: ignore[assignment]
+    left = iter(seconds)
+    processes.time = SimpleNamespace(monotonic=map(float, left).__next__)  # type: ignore[assignment]
     executor = Executor(2)
     executor.start()
     repeats: list[int] = []
@@ -137,7 +138,7 @@ def deaths(name: str, *seconds: str) -> None:
     try:
         executor.call(getattr(worker_tasks, name), on_repeat=lambda: repeats.append(1))
     except EngineError as error:
-        say({"error": str(error), "repeated": len(repeats)})
+        say({"error": str(error), "repeated": len(repeats), "deaths": len(seconds) - len([*left])})
 
 
 def lost() -> None:
