@@ -419,45 +419,46 @@ def test_a_killed_worker_costs_no_sample_and_its_step_does_not_wait_long(rounds,
 
 
 @pytest.mark.parametrize("rounds", [1, longer(4)])
-def test_a_run_goes_on_after_the_kill_of_a_worker_of_a_dataloader(rounds, tmp_path, folder):
+def test_a_run_goes_on_after_the_kill_of_a_worker_of_a_dataloader(rounds, folder):
     """torch ends the loop with an error; the run counts its batches, and begins the next loop after them."""
     reloaded: list[float] = []
     for number in range(rounds):
-        (tmp_path / f"{number}").mkdir()
-        child = Child(
-            tmp_path / f"{number}",
-            f"""
-            import multiprocessing, time, warnings
-            from datasets import numbers
-            from torch.utils.data import DataLoader
+        # of a short name, which the addresses of multiprocessing's sockets have within 108 bytes
+        with tempfile.TemporaryDirectory() as temporary:
+            child = Child(
+                Path(temporary),
+                f"""
+                import multiprocessing, time, warnings
+                from datasets import numbers
+                from torch.utils.data import DataLoader
 
-            warnings.simplefilter("ignore")  # batches differ with DataLoader workers
-            multiprocessing.set_forkserver_preload(["streamloader.pytorch.dataset"])
-            ds = StreamingDataset(url, batch_size=8, fields=["label"], with_index=True)
-            seen, waited, killed_at = [], [], 0.0
-            for stop in ({2 + 3 * number}, 9, -1):
-                before = len(seen)
-                batches = iter(DataLoader(ds, batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
-                try:
-                    for batch in batches:
-                        assert batch["label"][batch["valid"]].tolist() == [i - 2**40 for i in numbers(batch)]
-                        seen.append(numbers(batch))
-                        if len(seen) == before + 1 and killed_at:
-                            waited.append(time.monotonic() - killed_at)
-                        if len(seen) == before + stop:
-                            killed_at = time.monotonic()
-                            os.kill(batches._workers[0].pid, signal.SIGKILL)
-                except (RuntimeError, OSError, EOFError):  # its worker has ended, maybe while it handed on a tensor
-                    assert len(seen) == before + stop or killed_at
-                    ds.load_state_dict(ds.state_dict(batches=len(seen) - before, workers=2))
-            say(waited, seen)
-            """,
-            str(folder),
-        )
-        waited, seen = child.read_line()
-        assert child.end(300)[0] == 0  # its workers warn that batches differ with their number
-        assert sorted(sample for batch in seen for sample in batch) == list(range(N))
-        assert len(waited) == 2
-        reloaded += [round(seconds, 2) for seconds in waited]
+                warnings.simplefilter("ignore")  # batches differ with DataLoader workers
+                multiprocessing.set_forkserver_preload(["streamloader.pytorch.dataset"])
+                ds = StreamingDataset(url, batch_size=8, fields=["label"], with_index=True)
+                seen, waited, killed_at = [], [], 0.0
+                for stop in ({2 + 3 * number}, 9, -1):
+                    before = len(seen)
+                    batches = iter(DataLoader(ds, batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+                    try:
+                        for batch in batches:
+                            assert batch["label"][batch["valid"]].tolist() == [i - 2**40 for i in numbers(batch)]
+                            seen.append(numbers(batch))
+                            if len(seen) == before + 1 and killed_at:
+                                waited.append(time.monotonic() - killed_at)
+                            if len(seen) == before + stop:
+                                killed_at = time.monotonic()
+                                os.kill(batches._workers[0].pid, signal.SIGKILL)
+                    except (RuntimeError, OSError, EOFError):  # its worker has ended, maybe while it handed on a tensor
+                        assert len(seen) == before + stop or killed_at
+                        ds.load_state_dict(ds.state_dict(batches=len(seen) - before, workers=2))
+                say(waited, seen)
+                """,
+                str(folder),
+            )
+            waited, seen = child.read_line()
+            assert child.end(300)[0] == 0  # its workers warn that batches differ with their number
+            assert sorted(sample for batch in seen for sample in batch) == list(range(N))
+            assert len(waited) == 2
+            reloaded += [round(seconds, 2) for seconds in waited]
     record(kills=len(reloaded), wrong=0, reloaded=reloaded)
     assert rounds == 1 or max(reloaded) <= promise(RELOADED)

@@ -322,7 +322,10 @@ BAD_MDS = {
     "negative samples": (setting(*SHARD, "samples", to=-1), "does not describe shard 0"),
     "too many samples": (setting(*SHARD, "samples", to=10**12), "says that .*has 1000000000000 samples in 1110 bytes"),
     "brotli (zstd)": (setting(*SHARD, "compression", to="br:11"), "the compression 'br', only zstd"),
-    "a huge shard (zstd)": (setting(*SHARD, "raw_data", "bytes", to=2**31), "2147483648 bytes unpacked, at most"),
+    "a huge shard (zstd)": (
+        setting(*SHARD, "raw_data", "bytes", to=2**31),
+        "unpacks to 2147483648 bytes, at most 1073741824",
+    ),
     "other columns": (setting("shards", 1, "column_names", 0, to="x"), "shard 1 of .* has other column_names"),
     "other encodings": (setting("shards", 1, "column_encodings", 0, to="bytes"), "other column_encodings"),
     "no columns": (lambda i: {**i, "shards": [{"format": "mds"}]}, "does not list its columns .*column_names"),
