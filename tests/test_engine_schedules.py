@@ -32,6 +32,10 @@ def test_no_schedule_of_many_breaks_a_law_of_the_engine(first):
     try_seeds(range(first, first + SCHEDULES))
 
 
+def test_a_size_that_damage_states_is_not_taken_for_a_need_of_memory():
+    try_seeds([10273])  # which reads a damaged frame in a worker, with memory for no more than it needs
+
+
 def test_a_seed_repeats_its_schedule():
     def trace(seed: int) -> list[tuple[str, float]]:
         run, steps = Run(seed), list[tuple[str, float]]()

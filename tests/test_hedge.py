@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from streamloader.engine import memory, pace
 from streamloader.engine.pace import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
-from streamloader.options import RetryPolicy, Shuffle
+from streamloader.options import Cache, RetryPolicy, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.storage import cache
 
 pytestmark = pytest.mark.alone
 
@@ -104,6 +106,20 @@ def test_one_stalled_request_in_fifty_does_not_slow_the_run(server, monkeypatch)
     assert ds.stats().hedges >= 5
     assert ds.stats().retries == 0
     assert_load_is_limited(ds, server)
+
+
+def test_a_disk_that_stalls_while_a_cache_stores_is_no_late_response(server, monkeypatch, tmp_path):
+    store, calls = cache._store, count()
+
+    def store_slowly(*given: Any) -> None:
+        time.sleep(1.2 * LEAST_SECONDS if next(calls) % 20 == 0 else 0.0)
+        store(*given)
+
+    monkeypatch.setattr(cache, "_store", store_slowly)
+    ds = opened(server, cache=Cache(tmp_path))
+    read(ds)
+    assert next(calls) > 2 * LEAST_SAMPLES
+    assert ds.stats().hedges == 0
 
 
 def test_when_everything_becomes_slow_the_load_stays(server, monkeypatch):

@@ -91,6 +91,20 @@ def test_chunks_without_a_chosen_sample_are_read_only_where_they_are_small():
     assert reader.runs_of(np.array([], np.int64)) == []
 
 
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_no_damaged_bit_states_much_more_memory_than_the_samples_need(codec):
+    store, manifest = dataset(fields={"blob": Field.parse("bytes")}, codec=codec)
+    reader = FieldReader(store, manifest, "blob")
+    (run,) = reader.runs(0, 16, 1 << 20)
+    body = bytes(reader.request(run)())
+    needed = reader.decoded_bytes(run, memoryview(body))
+    assert needed > 0
+    for bit in range(8 * len(body)):
+        damaged = bytearray(body)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert reader.decoded_bytes(run, memoryview(damaged)) <= 2 * max(needed, reader.decoded_size([run]))
+
+
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())
 @settings(max_examples=30, deadline=None)
 def test_runs_are_complete_adjacent_chunks_within_the_limit(count, max_bytes, data):

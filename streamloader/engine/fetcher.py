@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -465,7 +465,7 @@ class Fetcher:
                 first, stop, *_ = run.cached or (run.start, run.stop)
                 target = self._allocate_body(attempt, stop - first)
             use, begin = self._use(attempt), partial(self._begin_request, attempt)
-            send = Callback(partial(self._count_sent, bool if use is None else begin))
+            send = Callback(partial(self._proceed, attempt))
             # with a cache, it is known later whether there is a request
             calls = begin if use is None else bool, partial(self._restart, attempt, counted=use is None)
             if piece.field.name in self._chunks:
@@ -510,12 +510,14 @@ class Fetcher:
         attempt.memory[:] = [self._bodies.allocate(size)]
         return attempt.memory[0]
 
-    def _count_sent(self, begin: Callable[[], object], again: bool) -> None:
-        """Count a request that is sent again, because its response is late; call `begin` for any other one."""
-        if again:
+    def _proceed(self, attempt: Attempt, step: Step) -> None:
+        """Note the next step of a request."""
+        if step == "sent":
+            self._begin_request(attempt)
+        elif step == "sent again":
             self._counters.add(requests=1)
-        else:
-            begin()
+        else:  # storing it is not a late response
+            attempt.piece.sent = NEVER
 
     def _restart(self, attempt: Attempt, *, counted: bool) -> None:
         """Count a request that is sent again, if its job does not, and its decoded bytes anew."""
@@ -766,24 +768,25 @@ def open_reader(source: FieldSource) -> None:
     source[1].reader()
 
 
+# of a request; without a cache, only the second one is reported: its response was late
+Step = Literal["sent", "sent again", "received"]
 # the bytes of a body, -1 if the object is missing, the seconds of its request, and whether a cache had it instead
 Fetched = tuple[int, float, bool]
 
 
 def fetch_body(
-    source: FieldSource, work: tuple[Any, Use | None], on_send: Callable[[bool], object], target: Any
+    source: FieldSource, work: tuple[Any, Use | None], on_step: Callable[[Step], object], target: Any
 ) -> Fetched:
     """Read the bytes of a run into a target, memory or a function `allocate(size)`: by one request, or from a cache.
 
-    `work`: the run, and for a cache how it is used again. `on_send(again)` is called when a request is sent `again`
-    because its response is late, and with a cache before each other one.
+    `work`: the run, and for a cache how it is used again. `on_step(step)` is called at each step of a request.
     """
-    body, seconds, cached = _read(source, *work, on_send, target)
+    body, seconds, cached = _read(source, *work, on_step, target)
     return -1 if body is None else body.nbytes, seconds, cached
 
 
 def _read(
-    source: FieldSource, run: Any, use: Use | None, on_send: Callable[[bool], object], target: Any
+    source: FieldSource, run: Any, use: Use | None, on_step: Callable[[Step], object], target: Any
 ) -> tuple[memoryview | None, float, bool]:
     field, store = source
     store.retries.reached = True  # the manifest was read from this store, maybe in another process
@@ -791,14 +794,16 @@ def _read(
 
     def send(request: Callable[[], Buffer]) -> Buffer:
         if use is not None:
-            on_send(False)
+            on_step("sent")
         begin = time.perf_counter()
         try:
             return request()
         finally:
             seconds.append(time.perf_counter() - begin)
+            if use is not None:
+                on_step("received")
 
-    reader = replace(store.reader(), on_repeat=partial(on_send, True), use=use or USE, call=send)
+    reader = replace(store.reader(), on_repeat=partial(on_step, "sent again"), use=use or USE, call=send)
     if cached := getattr(run, "cached", None):
         run = run._replace(start=cached[0], stop=cached[1])
 
@@ -839,7 +844,7 @@ def decode(
 def fetch_items(
     source: FieldSource,
     work: tuple[Run, int, int, Use | None],
-    on_send: Callable[[bool], object],
+    on_step: Callable[[Step], object],
     target: Any,
     allocate: Allocate,
 ) -> tuple[Fetched, list[int], tuple[RowIndex, NDArray[np.int64]], float]:
@@ -850,7 +855,7 @@ def fetch_items(
     with the address and the size of their items, and the processor time of decoding.
     """
     (run, start, stop, use), (field, _) = work, source
-    body, seconds, cached = _read(source, run, use, on_send, target)
+    body, seconds, cached = _read(source, run, use, on_step, target)
     assert body is not None
     fetched, body, begin = (body.nbytes, seconds, cached), part_of(run, body), time.thread_time()
     parts, left = [body], memoryview(bytearray())

@@ -375,14 +375,16 @@ class FieldReader:
 
     def decoded_bytes(self, run: Run, data: memoryview) -> int:
         """Return the bytes of the decompressed chunks of a run, 0 if they are not compressed or damaged."""
-        total, end = 0, 0
-        for size in run.sizes.tolist() if self.layout.codec != "none" and run.picks is None else ():
-            end += size
-            try:
-                total += codecs.check_frame(self.layout.codec, data[end - size : end - CRC_BYTES], 0, MAX_CHUNK_BYTES)
-            except CorruptError:
-                return 0
-        return total
+        if self.layout.codec == "none" or run.picks is not None:
+            return 0
+        stops = np.cumsum(run.sizes).tolist()
+        chunks = [data[start:stop] for start, stop in pairwise([0, *stops])]
+        try:
+            total = sum(codecs.check_frame(self.layout.codec, each[:-CRC_BYTES], 0, MAX_CHUNK_BYTES) for each in chunks)
+        except CorruptError:
+            return 0
+        # memory is reserved for it: damage must not state it
+        return total if total <= 2 * self.decoded_size([run]) or all(map(_is_intact, chunks)) else 0
 
     def _decode_rows(self, body: memoryview, out: NDArray[Any], part: ChunkRows) -> None:
         if not isinstance(part.row, int):
@@ -457,6 +459,10 @@ class FieldReader:
             problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"
             raise MissingObjectError(problem, "convert the dataset again")
         return run
+
+
+def _is_intact(chunk: memoryview) -> bool:
+    return crc32c.crc32c(chunk[:-CRC_BYTES]) == int.from_bytes(chunk[-CRC_BYTES:], "little")
 
 
 def read_columns(readers: Mapping[str, FieldReader], start: int, stop: int) -> dict[str, Column]:

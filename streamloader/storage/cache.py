@@ -229,7 +229,7 @@ class _Folder:
         self.temporary = self.open_below(TEMPORARY)
 
     def _keep(self, descriptor: int) -> int:
-        finalize(self, os.close, descriptor)
+        finalize(self, os.close, descriptor).atexit = False  # threads may store ranges until the process ends
         return descriptor
 
     def _check(self) -> None:
