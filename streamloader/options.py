@@ -142,12 +142,12 @@ class RetryPolicy(Option):
     `outage_seconds`: how long every request may fail before the run ends. 5 minutes outlast the restart of a server or
     a load balancer; a rank still fails with a clear error before NCCL's default timeout of 10 minutes ends the others.
     `request_seconds`: how long one request may fail while others succeed. `base_seconds`, `cap_seconds`: the wait
-    before retry n (from 0) is uniform in [0, min(cap, base * 2^n)] ("full jitter"), so that clients that failed
-    together do not return together. `retry_after_seconds`: the longest wait that the store may ask for (Retry-After),
-    which is added, and shown in `stats().waiting_for`. `probe_seconds`: during an outage one request tests the endpoint
-    every 0.5 to 1 times this long, and all others wait; a run thus resumes within 2 s of the server's return, without a
-    storm of requests. `report_seconds`: after this time an outage is logged (on stderr unless logging is configured
-    otherwise) and shown in `stats().waiting_for`.
+    before retry n (from 0, of throttled requests from 1) is uniform in [0, min(cap, base * 2^n)] ("full jitter"), so
+    that clients that failed together do not return together. `retry_after_seconds`: the longest wait that the store may
+    ask for (Retry-After), which is added, and shown in `stats().waiting_for`. `probe_seconds`: during an outage one
+    request tests the endpoint every 0.5 to 1 times this long, and all others wait; a run thus resumes within 2 s of the
+    server's return, without a storm of requests. `report_seconds`: after this time an outage is logged (on stderr
+    unless logging is configured otherwise) and shown in `stats().waiting_for`.
     `first_contact_attempts`: the number of attempts for an endpoint that has never responded, so that a wrong URL does
     not look like a hang.
 
@@ -163,7 +163,7 @@ class RetryPolicy(Option):
 
     outage_seconds: float = 300.0
     request_seconds: float = 120.0
-    base_seconds: float = 0.2
+    base_seconds: float = 0.1
     cap_seconds: float = 20.0
     retry_after_seconds: float = 30.0
     probe_seconds: float = 1.0

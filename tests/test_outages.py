@@ -20,6 +20,8 @@ from folder_server import FolderServer, folder_server, location
 from servers import free_ports
 
 import streamloader as sl
+from streamloader.engine.engine import AHEAD
+from streamloader.engine.pace import FIRST
 from streamloader.errors import EngineError, FormatError
 from streamloader.options import RetryPolicy
 from streamloader.pytorch.dataset import StreamingDataset
@@ -144,6 +146,20 @@ def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, w
         for thread in waiting:
             thread.join(60)
             assert not thread.is_alive(), thread
+        assert isinstance(consumer.exception(60), EngineError)
+
+
+def test_reading_ahead_goes_on_while_a_request_waits_until_it_is_repeated(folder):
+    with folder_server(folder) as server, ThreadPoolExecutor(1) as pool:
+        policy = RetryPolicy(base_seconds=6000, cap_seconds=6000)
+        ds = dataset(server.url, "s3", policy, fields=["x"], shuffle=False)
+        server.faults["/data/x/c/"] = [*[""] * 20, "503"]
+        batches = iter(ds)
+        next(batches)
+        wait_for(lambda: ds.stats().retries)  # before a batch waits for it
+        consumer = pool.submit(list, batches)
+        wait_for(lambda: asked(server, "/data/x/c/") > 20 + AHEAD * FIRST + 8)
+        ds.close()
         assert isinstance(consumer.exception(60), EngineError)
 
 

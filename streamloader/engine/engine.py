@@ -677,9 +677,10 @@ class Assembler:
     def _admit(self) -> None:
         """Begin to load the next blocks, limited by slots, bytes, and `AHEAD` blocks per request in flight.
 
-        The last limit leaves slots unused, which cost nothing until their first use.
+        The last limit leaves slots unused, which cost nothing until their first use. It is for a store that responds:
+        while requests wait until they are repeated, what is read ahead lasts longer without it.
         """
-        most_ahead = AHEAD * self._fetcher.pace.limit
+        most_ahead = math.inf if self._fetcher.delayed else AHEAD * self._fetcher.pace.limit
         while self._waiting and self.memory.free and self._ahead < most_ahead:
             if not self._fetcher.fits(self._waiting[0], batches_grow=self._measures_images):
                 return

@@ -185,6 +185,7 @@ class Fetcher:
         self._numbers = count()
         self._hedges: deque[Callable[[], object]] = deque()  # of pieces in flight, wait for a thread
         self._in_flight = self._busy = self._writers = 0  # pieces, threads, pieces being decoded
+        self.delayed = 0  # requests that wait until they are sent again
         self._awaited = -1  # the ticket that the consumer waits for
         self._checked_at = 0.0
         self._failure: StreamloaderError | None = None
@@ -495,7 +496,12 @@ class Fetcher:
         def wait() -> None:
             with suppress(PassEndedError):  # which `_send` finds
                 self.sleep(seconds)
+            with self._changed:
+                self.delayed -= 1
             self._send(attempt)
+
+        with self._changed:
+            self.delayed += 1
 
         self._local.run(wait)
 

@@ -584,7 +584,8 @@ class Retrier:
             if requested >= policy.report_seconds:
                 asked = f"{self._name} asks to wait {error.retry_after:g} s (Retry-After); the wait is {requested:g} s"
                 self._asked = now + requested, asked
-            delay = requested if outage.declared else requested + policy.delay(request.backoffs, jitter)
+            retry = request.backoffs + isinstance(error, errors.ThrottledError)
+            delay = requested if outage.declared else requested + policy.delay(retry, jitter)
             request.backoffs += not outage.declared
         if asked and first:  # without the lock: a handler of the log may ask what is waited for
             _LOG.warning("streamloader: %s", asked)
