@@ -418,6 +418,17 @@ def test_a_lost_response_of_a_put_leaves_the_object_there(seaweedfs):
     assert open_store(url, seaweedfs.storage_options).get("a") == b"1"
 
 
+def test_a_response_with_fewer_bytes_than_its_range_is_incomplete_and_repeated_until_it_is_whole(seaweedfs):
+    url = seaweedfs.url("short")
+    open_store(url, seaweedfs.storage_options).create("a", bytes(range(100)))
+    with FaultProxy(seaweedfs.endpoint, [Fault("short", method="GET", times=5)]) as proxy:
+        options = {**seaweedfs.storage_options, "endpoint_url": proxy.endpoint, "retry": {"base_seconds": 0.01}}
+        store = open_store(url, options)
+        store.retries.reached = True
+        assert bytes(store.retries.call(lambda: store.reader().read("a", 10, 60))) == bytes(range(10, 60))
+        assert (proxy.counts["short"], proxy.counts["requests"]) == (5, 6)
+
+
 def test_the_command_prints_its_endpoint_and_at_the_end_its_counters(server):
     command = [sys.executable, "-m", "streamloader.testing.proxy", "--behind", server.endpoint, "--seed", "3"]
     command += ["--fault", "503:1,path=/never/", "--fault", "404:1.0,first=1,method=GET"]

@@ -345,7 +345,7 @@ class HttpClient(FsspecClient):
             if byte_range and response.status != 206:
                 raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {byte_range}")
             if byte_range:
-                check_range(byte_range, response.headers.get("Content-Range"))
+                check_range(byte_range, response.headers.get("Content-Range"), response.content_length)
             while part := await response.content.readany():
                 progress.received(len(part))
                 limit.reschedule(asyncio.get_running_loop().time() + progress.seconds_left())

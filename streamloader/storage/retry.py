@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import IncompleteRead
 from typing import NamedTuple, TypeVar
 from urllib.request import getproxies
 
@@ -234,11 +235,11 @@ def is_past_end(error: BaseException) -> bool:
     return facts.status == 416 or facts.code == "InvalidRange"
 
 
-def check_range(requested: str, content_range: str | None) -> None:
-    """Raise `HttpError` if a response has another range than the requested one.
+def check_range(requested: str, content_range: str | None, length: int | None) -> None:
+    """Raise `HttpError` if a response has another range than the requested one, `IncompleteRead` if it has not all.
 
-    `requested` is the request's header Range, `bytes=first-last` or `bytes=-size`, and `content_range` the response's
-    header Content-Range.
+    `requested` is the request's header Range, `bytes=first-last` or `bytes=-size`, `content_range` the response's
+    header Content-Range, and `length` its Content-Length, None without one.
     """
     asked = re.fullmatch(r"bytes=(\d*)-(\d+)", requested)
     sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range or "")
@@ -252,6 +253,8 @@ def check_range(requested: str, content_range: str | None) -> None:
         matches = end is None or (last == end and first == max(0, end + 1 - int(asked[2])))
     if not matches:
         raise HttpError(206, "WrongRange", f"requested {requested}, the response has {content_range}")
+    if length is not None and length != last + 1 - first:
+        raise IncompleteRead(b"", last + 1 - first - length)
 
 
 def storage_error(error: BaseException, location: Location) -> StorageError:

@@ -179,7 +179,7 @@ class S3Client:
                 # some servers respond to a range of an empty object with 200
                 if response.status == (206 if byte_range else 200) or (response.status == 200 and response.length == 0):
                     if byte_range:
-                        check_range(byte_range, response.headers.get("Content-Range"))
+                        check_range(byte_range, response.headers.get("Content-Range"), response.length)
                     yield response
                     return
                 failure = _failure(response)
