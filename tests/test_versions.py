@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader.errors import UsageError
+from streamloader.format import publish
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin, manifest_path
 from streamloader.maintenance.versions import compare
 
@@ -101,3 +102,22 @@ def test_the_commands_print_what_the_functions_return(grown, capsys):
     assert json.loads(run(capsys, "log", grown, "--json")[1]) == [one.to_dict() for one in sl.log(grown)]
     assert "version 1 to 3: appended 4 samples; +" in run(capsys, "diff", grown, 1, 3)[1]
     assert json.loads(run(capsys, "diff", grown, 1, 3, "--json")[1]) == sl.diff(grown, 1, 3).to_dict()
+
+
+def test_a_damaged_response_while_a_version_is_published_is_read_again(grown, tmp_path, monkeypatch):
+    read, damaged = publish.get_document, list[bytes]()
+
+    def get_document(store, path):
+        found = read(store, path)
+        if path == "zarr.json" and not damaged:
+            damaged.append(found.replace(b"provenance", b"provenancf"))
+            assert damaged[0] != found
+            return damaged[0]
+        return found
+
+    monkeypatch.setattr(publish, "get_document", get_document)
+    sl.append(grown, tmp_path / "2", workers=0)
+    assert damaged
+    assert [one.num_samples for one in sl.log(grown)] == [10, 9, 8, 5]
+    for one in sl.log(grown):
+        assert sl.open(grown, version=one.number).manifest.provenance

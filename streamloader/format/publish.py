@@ -818,19 +818,21 @@ def publish(store: Store, base: str, manifest: Manifest) -> None:
     The root document must have the digest `base`. Safe to repeat. Raises `DestinationError` if another version was
     published in the meantime.
     """
-    before = get_document(store, ROOT)
-    attributes = _parse_root(store, before)[1]
-    digest = attributes.get("digest")
-    if digest not in (base, manifest.digest):
-        raise _changed_error(store, digest, base)
-    if digest == base:
-        store.put(manifest_path(manifest.generation - 1), to_bytes(attributes))
-    root = _put_documents(store, manifest)
-    try:
-        store.replace(ROOT, root, before)
-    except errors.ObjectExistsError:
-        digest = _parse_root(store, get_document(store, ROOT))[1].get("digest")
-        raise _changed_error(store, digest, base) from None
+    for _ in range(ATTEMPTS):
+        before = get_document(store, ROOT)
+        attributes = _parse_root(store, before)[1]
+        digest = attributes.get("digest")
+        if digest not in (base, manifest.digest):
+            raise _changed_error(store, digest, base)
+        if digest == base:
+            store.put(manifest_path(manifest.generation - 1), to_bytes(attributes))
+        root = _put_documents(store, manifest)
+        try:
+            store.replace(ROOT, root, before)
+        except errors.ObjectExistsError:  # by another version, or a response was damaged
+            continue
+        return
+    raise _keeps_changing(store)
 
 
 def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Claim | None = None) -> None:
@@ -871,7 +873,7 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
         except errors.ObjectExistsError:
             continue
         return
-    raise errors.DestinationError(f"the root of {root.url} keeps changing", "run the same append again")
+    raise _keeps_changing(root)
 
 
 def clean_append(store: Store) -> None:
@@ -931,6 +933,10 @@ def _parse_root(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, An
     """Return a root document, and its attribute `streamloader`. Raises `FormatError`."""
     document = opening.parse_object(root, f"{store.url}/{ROOT}")
     return document, opening.manifest_json(document) or {}
+
+
+def _keeps_changing(store: Store) -> errors.DestinationError:
+    return errors.DestinationError(f"the root of {store.url} keeps changing", "run the same append again")
 
 
 def _changed_error(store: Store, digest: Any, base: str) -> errors.DestinationError:

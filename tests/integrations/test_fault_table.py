@@ -312,6 +312,7 @@ def test_the_page_says_what_the_results_are():
     """Of each kind: how it ended at 1, 5 and 20 %, in all the cells that are in the results; and each promise."""
     page, results = promises.PAGE.read_text(), promises.RESULTS.read_text()
     assert page == promises.with_results(page, results)
+    assert not [name for name, shown in promises.recorded(results).items() if "-" in shown.split(" | ")]
 
 
 @dataclass
