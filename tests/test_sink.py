@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from streamloader import errors
 from streamloader.format import publish
 from streamloader.format.manifest import Field
-from streamloader.format.opening import JOB, open_root
+from streamloader.format.opening import JOB, get_document, open_root
 from streamloader.options import Layout
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
@@ -241,6 +241,23 @@ def test_a_second_writer_at_one_destination_is_an_error():
     for second in (publish.begin, lambda store, job: publish.Claim(store, job, None)):
         with pytest.raises(errors.DestinationError, match="another run"):
             second(store, publish.job_document("writer", MIXED))
+    claim.close()
+
+
+def test_a_damaged_response_is_not_taken_for_another_run(monkeypatch):
+    store, calls = memory_store(), []
+    claim = publish.begin(store, publish.job_document("writer", MIXED))
+
+    def damaged(store: Store, path: str) -> bytes:
+        calls.append(path)
+        found = get_document(store, path)
+        return found if len(calls) > 2 else found.replace(b"writer", b"writes")
+
+    monkeypatch.setattr(publish, "get_document", damaged)
+    claim.check()
+    assert calls == [JOB] * 3
+    store.delete([JOB])
+    assert not claim.held()
     claim.close()
 
 

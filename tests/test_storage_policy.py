@@ -5,6 +5,7 @@ import heapq
 import itertools
 import logging
 import random
+from http.client import IncompleteRead
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from streamloader.errors import (
     UsageError,
 )
 from streamloader.options import RetryPolicy
-from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Patience, Progress, Retrier, Timing
+from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Patience, Progress, Retrier, Timing, check_range
 from streamloader.storage.url import parse_location
 from streamloader.testing.clock import VirtualClock
 
@@ -377,3 +378,20 @@ def test_a_policy_comes_with_the_storage_options():
     for wrong in (3, "fast", {"outage": 7}):
         with pytest.raises(UsageError, match="outage_seconds"):
             parse_location("s3://b/x", {"retry": wrong})
+
+
+@pytest.mark.parametrize(
+    ("content_range", "length"),
+    [
+        *(("bytes 100-199/300", 100), ("bytes 100-149/150", 50), ("bytes 100-199/150", 50)),
+        *(("bytes 100-199/*", 100), ("bytes 100-199/300", None), (None, 7)),
+    ],
+)
+def test_a_response_with_the_bytes_of_its_range_is_whole(content_range, length):
+    check_range("bytes=100-199", content_range, length)
+
+
+@pytest.mark.parametrize(("total", "length"), [("300", 99), ("300", 101), ("*", 0), ("150", 49)])
+def test_a_response_with_other_bytes_than_its_range_is_incomplete(total, length):
+    with pytest.raises(IncompleteRead):
+        check_range("bytes=100-199", f"bytes 100-199/{total}", length)

@@ -20,7 +20,7 @@ from faulty import QuietHandler, certified, faulty_server, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.errors import NotFoundError, UsageError
+from streamloader.errors import NotFoundError, ObjectExistsError, UsageError
 from streamloader.storage import open_store
 from streamloader.testing import Fault, FaultProxy
 from streamloader.testing.proxy import GARBAGE, KINDS, SLICED_BYTES, Request, is_chosen
@@ -427,6 +427,18 @@ def test_a_response_with_fewer_bytes_than_its_range_is_incomplete_and_repeated_u
         store.retries.reached = True
         assert bytes(store.retries.call(lambda: store.reader().read("a", 10, 60))) == bytes(range(10, 60))
         assert (proxy.counts["short"], proxy.counts["requests"]) == (5, 6)
+
+
+def test_a_damaged_response_is_no_change_by_another_writer(seaweedfs):
+    url = seaweedfs.url("replaced")
+    open_store(url, seaweedfs.storage_options).create("a", b"before")
+    with FaultProxy(seaweedfs.endpoint, [Fault("flip", method="GET", times=2)]) as proxy:
+        store = open_store(url, {**seaweedfs.storage_options, "endpoint_url": proxy.endpoint})
+        store.replace("a", b"after", b"before")
+        assert proxy.counts["flip"] == 2
+        assert store.get("a") == b"after"
+        with pytest.raises(ObjectExistsError, match="was changed by another writer"):
+            store.replace("a", b"more", b"before")
 
 
 def test_the_command_prints_its_endpoint_and_at_the_end_its_counters(server):

@@ -803,11 +803,12 @@ def _read(
             on_step("sent")
         begin = time.perf_counter()
         try:
-            return request()
+            body = request()
         finally:
             seconds.append(time.perf_counter() - begin)
-            if use is not None:
-                on_step("received")
+        if use is not None:
+            on_step("received")
+        return body
 
     reader = replace(store.reader(), on_repeat=partial(on_step, "sent again"), use=use or USE, call=send)
     if cached := getattr(run, "cached", None):

@@ -253,8 +253,9 @@ def check_range(requested: str, content_range: str | None, length: int | None) -
         matches = end is None or (last == end and first == max(0, end + 1 - int(asked[2])))
     if not matches:
         raise HttpError(206, "WrongRange", f"requested {requested}, the response has {content_range}")
-    if length is not None and length != last + 1 - first:
-        raise IncompleteRead(b"", last + 1 - first - length)
+    size = (last if end is None else min(last, end)) + 1 - first  # some servers state the last byte as it was requested
+    if length is not None and length != size:
+        raise IncompleteRead(b"", size - length)
 
 
 def storage_error(error: BaseException, location: Location) -> StorageError:

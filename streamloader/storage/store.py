@@ -31,6 +31,7 @@ _READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the sto
     **{protocol: (protocol, "ranges of other objects") for protocol in REFERENCES},
 }
 READ_ONLY = ("http", *REFERENCES)  # protocols
+COMPARISONS = 3  # of an object with what it had: a response that is damaged on its way is not another content
 _NOT_OF_FSSPEC = ("s3", "file", "memory", *REFERENCES)  # or always installed
 
 
@@ -219,10 +220,11 @@ class Store:
         Atomic on S3 servers that support `If-Match`, in local files and in memory. Elsewhere, a write of another
         process between our read and write is lost. Raises `NotFoundError` if the object does not exist.
         """
-        etag = self._ask(self._written(path), lambda client, full: client.replace(full, data, before))
-        if etag is None:
-            raise ObjectExistsError(f"{self._shown(path)} was changed by another writer", "read it again")
-        return ObjectInfo(path, body_bytes(data), etag)
+        for _ in range(COMPARISONS):
+            etag = self._ask(self._written(path), lambda client, full: client.replace(full, data, before))
+            if etag is not None:
+                return ObjectInfo(path, body_bytes(data), etag)
+        raise ObjectExistsError(f"{self._shown(path)} was changed by another writer", "read it again")
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete the objects, and ignore those that do not exist."""
