@@ -28,6 +28,14 @@ def test_an_attribute_of_nested_lists_is_no_number(name, value):
         unpacking_of({name: value}, np.dtype("i2"), "x")
 
 
+@pytest.mark.parametrize("name", ["scale_factor", "add_offset", "_FillValue", "missing_value"])
+@pytest.mark.parametrize("dtype", ["i2", "f4"])
+def test_a_whole_number_beyond_all_floats_is_no_number(name, dtype):
+    with pytest.raises(FormatError, match=rf"the {name} .* is not one number"):
+        unpacking_of({name: 10**400}, np.dtype(dtype), "x")
+    unpacking_of({name: 10**300}, np.dtype(dtype), "x")
+
+
 def test_a_limit_of_thousands_of_digits_limits_nothing():
     assert unpacking_of({"valid_max": "9" * 5000}, np.dtype("i2"), "x") is None
     found = unpacking_of({"valid_max": "9" * 5000, "valid_min": 3}, np.dtype("i2"), "x")

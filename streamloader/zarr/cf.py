@@ -188,9 +188,11 @@ def _numbers(attributes: Mapping[str, Any], name: str, where: str) -> list[Any]:
     """Return the numbers of an attribute: one, a list or an array, as Python numbers; texts are read."""
     try:
         values = np.ravel(np.asarray(attributes.get(name, []))).tolist()
-        return [value if type(value) in (int, float) else float(value) for value in values if value is not None]
-    except (TypeError, ValueError) as error:
+        found = [value if type(value) in (int, float) else float(value) for value in values if value is not None]
+        list(map(float, found))  # no array can have what is beyond all floats
+    except (TypeError, ValueError, OverflowError) as error:
         raise _not_a_number(attributes, name, where) from error
+    return found
 
 
 def _not_a_number(attributes: Mapping[str, Any], name: str, where: str) -> FormatError:
