@@ -963,3 +963,41 @@ def test_a_hit_costs_little_more_than_reading_its_file(tmp_path, capsys):
             print(f"\n{size >> 10} KiB: pread and CRC-32C {read:.0f} us, a hit {cached:.0f} us")
         assert cached < 2 * read + 500
         os.close(file)
+
+
+LATE = """
+import atexit, sys, threading
+
+ends, stored = threading.Event(), threading.Event()
+
+
+@atexit.register  # runs after what is registered later, by imports and by the cache
+def end():
+    ends.set()
+    stored.wait(60)
+
+
+import streamloader as sl
+from streamloader.storage import cache
+
+store = cache._store
+
+
+def store_late(*given):
+    ends.wait()
+    try:
+        store(*given)
+    finally:
+        stored.set()
+
+
+cache._store = store_late
+ranges = cache.RangeCache(sl.Cache(sys.argv[1]), "5e" * 32)
+threading.Thread(target=ranges.read, args=(lambda: b"body", "x", 0, 4), daemon=True).start()
+"""
+
+
+def test_a_range_that_is_stored_while_the_interpreter_ends_is_stored_without_a_word(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LATE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert RangeCache(sl.Cache(tmp_path), "5e" * 32).read(lambda: b"", "x", 0, 4) == (b"body", True)
