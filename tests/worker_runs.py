@@ -129,10 +129,14 @@ def imports(url: str, arguments: str) -> None:
 
 def deaths(name: str, *seconds: str) -> None:
     """Call a function that ends its worker, at these times of the clock, until that is an error."""
-    left = iter(seconds)
+    left, ended = iter(seconds), SimpleQueue[Any]()
     processes.time = SimpleNamespace(monotonic=map(float, left).__next__)  # type: ignore[assignment]
     executor = Executor(2)
     executor.start()
+    for _ in range(8):  # workers that end have idle connections
+        executor._calls.submit(Job(len, ("",), lambda *end: ended.put(end)))
+    for _ in range(8):
+        ended.get(timeout=60)
     repeats: list[int] = []
     warnings.simplefilter("ignore")
     try:

@@ -368,8 +368,8 @@ class Calls:
         with self._changed:
             self._busy.pop(channel, None)
             self._changed.notify_all()
-            with suppress(ValueError):
-                self._idle.remove(channel)
+            # all of this worker: the end of another one may not be known yet, and a job must not begin there
+            self._idle = deque(one for one in self._idle if one.worker is not channel.worker)
         if job is None and self._closed:
             return
         try:
