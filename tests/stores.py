@@ -19,6 +19,8 @@ DIFFERENCES = {
     "conditions unsupported": {"rejects conditions", "ignores checksums"},  # S3 Express and others before 2024
     "no multipart listing": {"lists no uploads", "lists backwards"},
 }
+# laws that need stores that compare and write in one step
+AT_ONCE = {"of many creates at once exactly one wins", "of many replaces at once exactly one wins"}
 
 
 class Double(QuietServer):

@@ -8,7 +8,7 @@ import uuid
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -21,6 +21,7 @@ from conversions import wait_for
 from faulty import QuietHandler, serving
 from fsspec.implementations.memory import MemoryFileSystem
 from leaks import uncollected
+from stores import AT_ONCE, Double
 
 from streamloader.errors import NotFoundError, ObjectExistsError, StorageError, UnsupportedError, UsageError
 from streamloader.options import RetryPolicy
@@ -57,11 +58,17 @@ def reader(store):
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_every_store_keeps_the_law(law, store, request):
+def test_every_store_keeps_the_law(law, root_url, store, request):
     name = request.node.callspec.params["root_url"]
     if not law.applies(store):
         return
-    with pytest.raises((LawError, StorageError)) if law.name in MISSING[name] else nullcontext():
+    with ExitStack() as stack:
+        if name == "moto" and law.name in AT_ONCE:  # it compares and writes in two steps: two writers may win
+            url, options = root_url
+            one_by_one = stack.enter_context(Double(options["endpoint_url"], set()).running())
+            store = open_store(f"{url}/{uuid.uuid4().hex}", {**options, "endpoint_url": one_by_one.endpoint})
+        if law.name in MISSING[name]:
+            stack.enter_context(pytest.raises((LawError, StorageError)))
         law.check(Place(store, 205 if name == "moto" else 20))  # moto's pages hold 100
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faulty import NO_RETRY
-from stores import DIFFERENCES, Double
+from stores import AT_ONCE, DIFFERENCES, Double
 
 import streamloader as sl
 from streamloader.errors import DestinationError, ObjectExistsError, StorageError
@@ -16,7 +16,6 @@ from streamloader.storage import open_store
 from streamloader.testing.conformance import LAWS, LawError, Place
 
 PAGE = (Path(__file__).parent.parent / "docs" / "stores.md").read_text()
-AT_ONCE = {"of many creates at once exactly one wins", "of many replaces at once exactly one wins"}
 UNCHECKED = {"a PUT with a wrong CRC-32C is refused, a right one confirmed"}
 MISSING = {
     "Cloudflare R2": UNCHECKED,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from faulty import NO_RETRY
 from servers import azurite_server, gcs_server, juicefs_server
+from stores import AT_ONCE
 from torchrun import TESTS
 
 import streamloader as sl
@@ -18,7 +19,6 @@ from streamloader.testing.conformance import LAWS, LawError, Place
 
 AZURITE = "3.35.0"
 SEPARATE = "an object and objects below it are separate"
-AT_ONCE = {"of many creates at once exactly one wins", "of many replaces at once exactly one wins"}
 JUICEFS = AT_ONCE | {
     SEPARATE,
     "a PUT with a wrong CRC-32C is refused, a right one confirmed",
