@@ -25,7 +25,7 @@ help:
 	@echo "make test-python-all  all tests on another Python"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
-	@echo "make test-faults  each kind of fault of a store at each rate for each task, outages, kills: half an hour"
+	@echo "make test-faults  each kind of fault of a store at each rate for each task, outages, kills: two hours"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
 	@echo "make soak         trains with faults, kills and other world sizes, an hour: make soak SECONDS=600 SEED=1"
