@@ -333,6 +333,44 @@ def test_one_redirect_to_another_host_is_followed_as_botocore_does(name, moto, b
         assert not other.connections
 
 
+def test_one_redirect_between_gets_with_data_is_no_change_of_the_region(moto):
+    with FaultProxy(moto.endpoint) as proxy:
+        store = open_store(moto.url(), {**moto.storage_options, "endpoint_url": proxy.endpoint, "retry": NO_RETRY})
+        store.put("a", BODY)
+        assert store.get_range("a", 0, 9) == BODY[:9]
+        for kind in ("301", "307"):
+            before, proxy.faults = proxy.counts, [Fault(kind, times=1)]
+            assert store.get_range("a", 1, 9) == BODY[1:9]
+            assert proxy.counts - before == {kind: 1, "requests": 2}
+
+
+def test_a_request_that_may_be_repeated_is_not_taken_for_one_that_the_server_rejects():
+    """A 400 by `RequestTimeout` says nothing about checksums, and nothing about how objects are deleted."""
+
+    class Timing(QuietHandler):
+        def do_PUT(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.command, "x-amz-checksum-crc32c" in self.headers))
+            if len(requests) == 1:
+                self.respond(400, b"<Error><Code>RequestTimeout</Code></Error>")
+            else:
+                self.respond(200, b"<DeleteResult></DeleteResult>", {"ETag": '"1"'})
+
+        do_POST = do_PUT
+
+        def do_DELETE(self):
+            pytest.fail("the objects are deleted one by one")
+
+    requests = []
+    with serving(Timing) as server:
+        options = {**KEYS, "endpoint_url": server.endpoint, "retry": {"base_seconds": 0.01}}
+        open_store("s3://bucket", options).put("a", BODY)
+        assert requests[:2] == [("PUT", True)] * 2
+        requests.clear()
+        open_store("s3://bucket", options).delete(["a", "b"])
+        assert [command for command, _ in requests] == ["POST"] * 2
+
+
 def test_no_request_passes_a_stub_of_botocore(monkeypatch):
     """moto's in-process mock is one: the names of AWS are never resolved."""
     monkeypatch.undo()  # of one_loader

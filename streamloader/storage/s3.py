@@ -34,12 +34,21 @@ from botocore.hooks import first_non_none_response
 from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
-from streamloader.errors import AccessError
+from streamloader.errors import AccessError, EndpointError, TransientError
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, body_crc32c, buffers_of
 from streamloader.storage.credentials import renew_credentials
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.process import run_all
-from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
+from streamloader.storage.retry import (
+    EXPIRED,
+    HttpError,
+    check_range,
+    client_errors,
+    facts_of,
+    is_past_end,
+    storage_error,
+    xml_error,
+)
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
 from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location, parse_location
 
@@ -59,6 +68,7 @@ _IGNORED = {*FSSPEC_OPTIONS, "cache_regions", "max_concurrency", "fixed_upload_s
 # Errors that botocore's client takes for a bucket in another region
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _REDIRECTS = (301, 302, 307)
+_REPEATED = (TransientError, EndpointError)
 PART_BYTES = 512 << 20  # from two parts on, uploads are multipart: S3 accepts PUTs of 5 GiB, but retries start again
 SMALL_BYTES = 64 << 10  # smaller buffers are joined, as each would be a packet
 KEYS_PER_DELETE = 1000  # S3's limit
@@ -113,6 +123,7 @@ class S3Client:
         """Create botocore's client, which looks up the credentials again."""
         self.client, verify = _botocore_client(self._location)
         self._template: _Template | None = None
+        self._served: _Template | None = None  # that of the last GET, if it had a response with data
         config, events = self.client.meta.config, self.client.meta.events
         self._pool = Pool(self._location.retry, config, verify)
         # weak, since the client is in a reference cycle, which would keep the connections open until it is collected
@@ -180,6 +191,7 @@ class S3Client:
                 if response.status == (206 if byte_range else 200) or (response.status == 200 and response.length == 0):
                     if byte_range:
                         check_range(byte_range, response.headers.get("Content-Range"), response.length)
+                    self._served = signed.template
                     yield response
                     return
                 failure = _failure(response)
@@ -263,10 +275,13 @@ class S3Client:
     def _learn_region(self, key: str, used: _Template, failure: HttpError) -> bool:
         """Return whether a failed GET should be repeated: botocore's client, which follows redirects, had more success.
 
-        It also remembers the region of the bucket.
+        It also remembers the region of the bucket. One redirect between GETs with data is no change of the region.
         """
         if failure.status not in _REDIRECTS and failure.error_code not in _OTHER_REGION:
             return False
+        if self._served is used:
+            self._served = None
+            return True
         found = False
         with self._lock:
             if self._template is used:
@@ -341,8 +356,7 @@ class S3Client:
             try:
                 response = self.call("PutObject", Key=path, Body=body, ChecksumCRC32C=crc)
             except ClientError as error:
-                facts = facts_of(error)
-                if self._checks_crc or facts.status not in (400, 403, 501) or facts.code in EXPIRED:
+                if self._checks_crc or not self._rejects(error, 400, 403, 501):
                     raise
                 self._checks_crc = False  # a server that does not support the header rejects or ignores it
             else:
@@ -351,6 +365,14 @@ class S3Client:
                 if self._checks_crc:
                     return etag_of(response)
         return etag_of(self.call("PutObject", Key=path, Body=body))
+
+    def _rejects(self, error: ClientError, *statuses: int) -> bool:
+        """Return whether a response with one of these statuses may say that the server does not support the request.
+
+        Not if its code says that the request may succeed when it is repeated: a 400 may be `RequestTimeout`.
+        """
+        facts, ours = facts_of(error), storage_error(error, self._location)
+        return facts.status in statuses and facts.code not in EXPIRED and not isinstance(ours, _REPEATED)
 
     def put_in_parts(self, path: str, data: Body, part_bytes: int) -> str:
         """Write the object by parts of `part_bytes`, all but the last: Cloudflare's R2 takes no others."""
@@ -409,8 +431,7 @@ class S3Client:
             try:
                 response = self.call("DeleteObjects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
             except ClientError as error:
-                facts = facts_of(error)
-                if facts.status not in (400, 405, 501) or facts.code in (*EXPIRED, *_OTHER_REGION):
+                if not self._rejects(error, 400, 405, 501):
                     raise
                 # some servers require MD5, which botocore no longer sends, or do not support the request
                 run_all(self._delete, keys, DELETING_THREADS)
