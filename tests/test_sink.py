@@ -24,9 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader import errors
-from streamloader.format import publish
+from streamloader.format import opening, publish
 from streamloader.format.manifest import Field
-from streamloader.format.opening import JOB, get_document, open_root
+from streamloader.format.opening import JOB, ROOT, get_document, open_root
+from streamloader.maintenance.append import read_claim
 from streamloader.options import Layout
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
@@ -259,6 +260,33 @@ def test_a_damaged_response_is_not_taken_for_another_run(monkeypatch):
     store.delete([JOB])
     assert not claim.held()
     claim.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "changed", "read"),
+    [
+        (JOB, b"x", b"X", opening.read_job),
+        (publish.CLAIM, b"generation", b"generatioo", read_claim),
+        (ROOT, b"}", b"]", lambda store: opening.read_object(store, ROOT)),
+    ],
+)
+def test_a_damaged_document_is_read_again(path, text, changed, read, monkeypatch):
+    store, calls = memory_store(), []
+    store.create(path, json.dumps({"generation": 2, "fields": ["x"]}).encode())
+    damages = [lambda data: b"\xff" + data[1:], lambda data: data.replace(text, changed)]
+
+    def damaged(store: Store, path: str) -> bytes:
+        calls.append(path)
+        found = get_document(store, path)
+        return damages[len(calls) - 1](found) if len(calls) <= len(damages) else found
+
+    monkeypatch.setattr(opening, "get_document", damaged)
+    assert read(store)["fields"] == ["x"]
+    del calls[:]
+    damages[1:] = [damages[0]] * 2
+    with pytest.raises(errors.FormatError, match=rf"{path} is damaged"):
+        read(store)
+    assert calls == [path] * 3
 
 
 def test_a_run_that_begins_while_another_overwrites_is_not_taken_over(monkeypatch):

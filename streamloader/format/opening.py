@@ -147,9 +147,22 @@ def read_lines(store: Store, path: str, limit: int) -> Iterator[bytes]:
         yield partial
 
 
-def read_object(store: Store, path: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
-    """Return the JSON object at `path`. Raises `NotFoundError`, and `FormatError` if the document is damaged."""
-    return parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
+def read_object(
+    store: Store,
+    path: str,
+    remedy: str = "copy or convert the dataset again",
+    what: str = "an object",
+    is_valid: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> dict[str, Any]:
+    """Return the JSON object at `path`. Raises `NotFoundError`, and `FormatError` if it is damaged, or is not valid."""
+
+    def read() -> dict[str, Any]:
+        document = parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
+        if not is_valid(document):
+            raise FormatError(f"{store.url}/{path} is damaged (not {what})", remedy)
+        return document
+
+    return reread(read)
 
 
 def parse_object(data: bytes, url: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
@@ -186,15 +199,16 @@ def split_names(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job file of an unfinished dataset, or None if there is none. Raises `FormatError`."""
-    remedy = "convert again with overwrite"
+
+    def has_names(job: dict[str, Any]) -> bool:
+        lists = job.get("fields") or [], job.get("splits") or []
+        names = [name for one in lists if isinstance(one, list) for name in one]
+        return all(isinstance(one, list) for one in lists) and all(isinstance(n, str) and NAME.match(n) for n in names)
+
     try:
-        job = read_object(store, JOB, remedy)
+        return read_object(store, JOB, "convert again with overwrite", "a job", has_names)
     except NotFoundError:
         return None
-    for names in (job.get("fields") or [], job.get("splits") or []):
-        if not isinstance(names, list) or not all(isinstance(name, str) and NAME.match(name) for name in names):
-            raise FormatError(f"{store.url}/{JOB} is damaged (not a job)", remedy)
-    return job
 
 
 def _dataset_attributes(document: Any, url: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from streamloader.format.video import without_index
 from streamloader.maintenance.erase import BEGUN
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
+from streamloader.storage.store import COMPARISONS
 from streamloader.storage.url import redact
 
 ROUNDS = 5  # of writing again the shards that something else deletes or overwrites
@@ -257,21 +258,14 @@ def read_claim(store: Store) -> dict[str, Any] | None:
     """Return the claim of the append in progress, or None. Raises `FormatError` if it is damaged."""
     remedy = "end the append: streamloader append --abandon"
     try:
-        claim = read_object(store, publish.CLAIM, remedy)
+        return read_object(store, publish.CLAIM, remedy, "a claim", lambda claim: type(claim.get("generation")) is int)
     except NotFoundError:
         return None
-    if type(claim.get("generation")) is not int:
-        raise FormatError(f"{store.url}/{publish.CLAIM} is damaged (not a claim)", remedy)
-    return claim
-
-
-CLAIM_READS = 3
 
 
 def check_claim(store: Store, claim: Mapping[str, Any]) -> None:
     """Raise `DestinationError` if the claim was removed or replaced: a run that lost it must not write."""
-    # a response may be damaged
-    if all(read_claim(store) != claim for _ in range(CLAIM_READS)):
+    if all(read_claim(store) != claim for _ in range(COMPARISONS)):
         raise DestinationError(f"another run ended the append to {store.url}", "check the dataset, then append again")
 
 

@@ -82,7 +82,7 @@ class Eraser:
     def _begin(self) -> list[str]:
         """Return the fields whose tables of lengths match the manifest, or did before the first overwrite."""
         try:
-            return list(read_object(self.store, BEGUN)["lengths"])
+            return list(read_object(self.store, BEGUN, what="a list of fields", is_valid=_has_lengths)["lengths"])
         except NotFoundError:
             pass
         names = []
@@ -163,6 +163,10 @@ def _encode(layout: FieldLayout, name: str, shard: int, column: Column, rows: In
     stored = StoredObject(encoded.size, sha256.hexdigest(), body_crc32c(encoded.parts))
     fields = {name: FieldReceipt(erased, encoded.size, encoded.entries, digest)}
     return Receipt(shard, count, {layout.shard_key(name, shard): stored}, fields), list(encoded.parts)
+
+
+def _has_lengths(document: dict[str, Any]) -> bool:
+    return isinstance(document.get("lengths"), list)
 
 
 def _is_blank(column: Column, rows: Ints) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError, StorageError
-from streamloader.format.opening import ROOT, get_document, read_object, reread
+from streamloader.format.opening import ROOT, get_document, read_object
 from streamloader.storage import Store, references_store
 from streamloader.storage.objects import join_path
 from streamloader.storage.process import run_all
@@ -481,7 +481,7 @@ def _read_node(store: Store, names: Sequence[str], path: str) -> Document | None
 def _parsed(store: Store, path: str) -> dict[str, Any] | None:
     """Return a document, None if it does not exist. A store that must not be listed answers 403 then."""
     try:
-        return reread(lambda: read_object(store, path, "write the metadata again"))
+        return read_object(store, path, "write the metadata again")
     except NotFoundError:
         return None
     except AccessError as error:
