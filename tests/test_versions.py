@@ -104,20 +104,31 @@ def test_the_commands_print_what_the_functions_return(grown, capsys):
     assert json.loads(run(capsys, "diff", grown, 1, 3, "--json")[1]) == sl.diff(grown, 1, 3).to_dict()
 
 
-def test_a_damaged_response_while_a_version_is_published_is_read_again(grown, tmp_path, monkeypatch):
-    read, damaged = publish.get_document, list[bytes]()
+@pytest.mark.parametrize("split", [None, "b"])
+@pytest.mark.parametrize(
+    ("text", "changed"), [(b"provenance", b"provenancf"), (b'"digest"', b'"digesu"'), (b"attributes", b"\xffttributes")]
+)
+def test_a_damaged_response_while_a_version_is_published_is_read_again(
+    grown, tmp_path, monkeypatch, split, text, changed
+):
+    read, damaged, url = publish.get_document, list[bytes](), grown
+    if split:
+        url = tmp_path / "parts"
+        sl.convert(tmp_path / "0", url, split="a=0.6,b=0.4", workers=0)
 
     def get_document(store, path):
         found = read(store, path)
         if path == "zarr.json" and not damaged:
-            damaged.append(found.replace(b"provenance", b"provenancf"))
+            damaged.append(found.replace(text, changed))
             assert damaged[0] != found
             return damaged[0]
         return found
 
     monkeypatch.setattr(publish, "get_document", get_document)
-    sl.append(grown, tmp_path / "2", workers=0)
+    versions = [one.num_samples for one in sl.log(url, split=split)]
+    sl.append(url, tmp_path / "2", split=split, workers=0)
     assert damaged
-    assert [one.num_samples for one in sl.log(grown)] == [10, 9, 8, 5]
-    for one in sl.log(grown):
-        assert sl.open(grown, version=one.number).manifest.provenance
+    added = len(list((tmp_path / "2").iterdir()))
+    assert [one.num_samples for one in sl.log(url, split=split)] == [versions[0] + added, *versions]
+    for one in sl.log(url, split=split):
+        assert sl.open(url, split=split, version=one.number).manifest.provenance

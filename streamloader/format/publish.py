@@ -282,11 +282,11 @@ def job_document(
 def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
     """Claim a destination to resume the `job` of another run. Raises `DestinationError` if that run is alive."""
     try:
-        before = get_document(store, JOB)
+        before, old_job = opening.reread(lambda: _read_document(store, JOB))
     except errors.NotFoundError as error:
         raise errors.DestinationError(f"another run has ended what is resumed at {store.url}", _WAIT) from error
     next(iter(store.list(RECEIPTS)), None)  # without permission to list, this raises before anything is changed
-    check_not_running(store, opening.parse_object(before, f"{store.url}/{JOB}"))
+    check_not_running(store, old_job)
     return Claim(store, {key: value for key, value in job.items() if key != "run"}, before)
 
 
@@ -818,12 +818,13 @@ def publish(store: Store, base: str, manifest: Manifest) -> None:
     The root document must have the digest `base`. Safe to repeat. Raises `DestinationError` if another version was
     published in the meantime.
     """
+    problem = _keeps_changing(store)
     for _ in range(ATTEMPTS):
-        before = get_document(store, ROOT)
-        attributes = _parse_root(store, before)[1]
+        before, _, attributes = _read_root(store)
         digest = attributes.get("digest")
-        if digest not in (base, manifest.digest):
-            raise _changed_error(store, digest, base)
+        if digest not in (base, manifest.digest):  # or the response was damaged
+            problem = _changed_error(store, digest, base)
+            continue
         if digest == base:
             store.put(manifest_path(manifest.generation - 1), to_bytes(attributes))
         root = _put_documents(store, manifest)
@@ -832,7 +833,7 @@ def publish(store: Store, base: str, manifest: Manifest) -> None:
         except errors.ObjectExistsError:  # by another version, or a response was damaged
             continue
         return
-    raise _keeps_changing(store)
+    raise problem
 
 
 def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Claim | None = None) -> None:
@@ -856,13 +857,13 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
 
     Safe to repeat, and safe during appends to other splits. Raises `DestinationError` as `publish`.
     """
-    new = split_documents({split: manifest})
+    new, problem = split_documents({split: manifest}), _keeps_changing(root)
     for _ in range(ATTEMPTS):
-        before = get_document(root, ROOT)
-        document, attributes = _parse_root(root, before)
+        before, document, attributes = _read_root(root)
         digest = attributes.get("splits", {}).get(split, {}).get("digest")
         if digest not in (base, manifest.digest):
-            raise _changed_error(root, digest, base)
+            problem = _changed_error(root, digest, base)
+            continue
         nodes = document["consolidated_metadata"]["metadata"]
         nodes = {path: node for path, node in nodes.items() if path.partition("/")[0] != split}
         nodes |= new["consolidated_metadata"]["metadata"]
@@ -873,7 +874,7 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
         except errors.ObjectExistsError:
             continue
         return
-    raise _keeps_changing(root)
+    raise problem
 
 
 def clean_append(store: Store) -> None:
@@ -929,10 +930,15 @@ def undo_extension(
     store.delete([deleted_path(base.generation + 1), manifest_path(base.generation)])
 
 
-def _parse_root(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a root document, and its attribute `streamloader`. Raises `FormatError`."""
-    document = opening.parse_object(root, f"{store.url}/{ROOT}")
-    return document, opening.manifest_json(document) or {}
+def _read_root(store: Store) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """Return the bytes of the root document, the document, and its attribute `streamloader`. Raises `FormatError`."""
+    root, document = opening.reread(lambda: _read_document(store, ROOT))
+    return root, document, opening.manifest_json(document) or {}
+
+
+def _read_document(store: Store, path: str) -> tuple[bytes, dict[str, Any]]:
+    data = get_document(store, path)
+    return data, opening.parse_object(data, f"{store.url}/{path}")
 
 
 def _keeps_changing(store: Store) -> errors.DestinationError:
