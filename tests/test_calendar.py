@@ -95,6 +95,7 @@ def test_fractions_of_the_year_and_the_day_are_those_of_cftime(name, moments):
         *(("mins since 2000-01-01 12:00 AM", 60 * 10**6), ("minute since 2000-01-01 00:00 UTC", 60 * 10**6)),
         *(("days since 2000-01-01 05:30 +05:30", DAY), ("days since 1999-12-31 6:00 pm -6", DAY)),
         *(("days since 2000-01-01 12:00 p.m. +12:00", DAY), ("days since 2000", DAY), ("days since 2000-01", DAY)),
+        *(("days since 2000-01-01-00:00", DAY), ("days since 2000-01 -0", DAY), ("days since 1999-12-31T19-05", DAY)),
         *(("msecs since 1 January 2000", 1000), ("usec since 2000-01-01 00:00:00.000000", 1)),
         *(("weeks since 2000-01-01 00", 7 * DAY), ("nanoseconds since 2000-01-01", Fraction(1, 1000))),
     ],
@@ -137,6 +138,7 @@ def test_months_have_a_length_in_years_of_360_days_only():
         ),
         *(("hours since 2000-1-1 24:00", ""), ("hours since 2000-1-1 13:00 PM", ""), ("hours since 2000-1-1 0:60", "")),
         *(("days since 1-Foo-2000", ""), ("days since 200001011", "")),
+        *(("hours since 1582-10-15:30", "all_leap"), ("hours since 2000-1:30", ""), ("days since 2000-5:00", "")),
     ],
 )
 def test_what_is_no_date_leaves_durations(units, calendar):

@@ -41,7 +41,8 @@ _SINCE = re.compile(r"\s*([a-z]+)\s+since\s+(.+)", re.IGNORECASE)
 _DATE = re.compile(
     r"\s*([+-]?\d{1,5})(?:[-/](\d{1,2})(?:[-/](\d{1,2}))?)?"  # year, month, day
     r"(?:[T\s]\s*(\d[\d:.]*(?:\s*[AP]\.?M\.?)?))?"  # time of the day
-    r"\s*(?:Z|UTC|GMT|([+-])(\d{1,2})(?::?(\d{2}))?)?\s*\Z",
+    # the zone; after a year and a month it follows a space, since 1582-10-15:30 is no month in the zone -15:30
+    r"(?:\s*(?:Z|UTC|GMT)|(?(4)\s*|(?(3)\s*|\s+))([+-])(\d{1,2})(?::?(\d{2}))?)?\s*\Z",
     re.IGNORECASE,
 )
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]?\d)(?::([0-5]?\d)(?:\.(\d*))?)?)?\s*(?:([AP])\.?M\.?)?\Z", re.IGNORECASE)
