@@ -15,6 +15,7 @@ ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
 STATISTICS = "_streamloader/statistics.json"  # the mean and standard deviation of fields, which are no part of the data
+_AGAIN = "copy or convert the dataset again"
 _IN_PLACE = "give the URL of a dataset that streamloader wrote, or read its arrays in place with sample_axis="
 BODY_ATTEMPTS = 3  # reads of damaged data before the object counts as damaged: most damage occurs in transfer
 PIECE_BYTES = 4 << 20  # per request for an object of unbounded size
@@ -60,7 +61,7 @@ def open_root(store: Store, split: str | None = None, version: int | None = None
     opened = reread(lambda: _open_root(store, split))
     if version is None or version == opened.manifest.generation:
         return opened
-    return opened._replace(manifest=reread(lambda: read_version(opened, version)))
+    return opened._replace(manifest=read_version(opened, version))
 
 
 def read_version(opened: Opened, version: int) -> Manifest:
@@ -74,7 +75,7 @@ def read_version(opened: Opened, version: int) -> Manifest:
         raise UsageError(f"there is no version {version!r} of {store.url}, which has {last}", remedy)
     path = manifest_path(version)
     try:
-        manifest = read_manifest(read_object(store, path), f"{store.url}/{path}")
+        manifest = reread(lambda: read_manifest(_read_once(store, path), f"{store.url}/{path}"))
     except NotFoundError as error:
         problem = f"the manifest of version {version} of {store.url} was not kept: it is not at {path}"
         raise UsageError(
@@ -86,7 +87,7 @@ def read_version(opened: Opened, version: int) -> Manifest:
 
 
 def _open_root(store: Store, split: str | None) -> Opened:
-    document = read_root(store)
+    document = _read_root_once(store)
     attributes = _dataset_attributes(document, store.url)
     check_version(attributes, store.url)
     splits = attributes.get("splits")
@@ -150,14 +151,14 @@ def read_lines(store: Store, path: str, limit: int) -> Iterator[bytes]:
 def read_object(
     store: Store,
     path: str,
-    remedy: str = "copy or convert the dataset again",
+    remedy: str = _AGAIN,
     what: str = "an object",
     is_valid: Callable[[dict[str, Any]], bool] = lambda _: True,
 ) -> dict[str, Any]:
     """Return the JSON object at `path`. Raises `NotFoundError`, and `FormatError` if it is damaged, or is not valid."""
 
     def read() -> dict[str, Any]:
-        document = parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
+        document = _read_once(store, path, remedy)
         if not is_valid(document):
             raise FormatError(f"{store.url}/{path} is damaged (not {what})", remedy)
         return document
@@ -165,7 +166,11 @@ def read_object(
     return reread(read)
 
 
-def parse_object(data: bytes, url: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
+def _read_once(store: Store, path: str, remedy: str = _AGAIN) -> dict[str, Any]:
+    return parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
+
+
+def parse_object(data: bytes, url: str, remedy: str = _AGAIN) -> dict[str, Any]:
     """Return the JSON object in `data`, the document at `url`. Raises `FormatError`."""
     try:
         document = parse_json(data)
@@ -178,8 +183,12 @@ def parse_object(data: bytes, url: str, remedy: str = "copy or convert the datas
 
 def read_root(store: Store) -> dict[str, Any]:
     """Return the root document. Raises `NotADatasetError`, `IncompleteError` or `FormatError`."""
+    return reread(lambda: _read_root_once(store))
+
+
+def _read_root_once(store: Store) -> dict[str, Any]:
     try:
-        return read_object(store, ROOT)
+        return _read_once(store, ROOT)
     except NotFoundError as error:
         raise _missing_root_error(store, error) from error
 
