@@ -87,6 +87,40 @@ def hdf5(root, shape, chunks, stored=b""):
             array.id.write_direct_chunk((0,) * len(shape), stored)
 
 
+def hdf5_texts(root, change, **layout):
+    """Eight texts in HDF5, whose bytes `change` changes: those of the first row, and of the collection of the texts."""
+    with h5py.File(root / "a.h5", "w") as file:
+        file.create_dataset("x", (8,), h5py.string_dtype(), ["value"] * 8, **layout)
+    data = bytearray((root / "a.h5").read_bytes())
+    heap = data.index(b"GCOL")
+    if change is None:
+        row = struct.pack("<IQI", 1 << 31, heap, 1)
+        packed = zlib.compress(np.frombuffer(row * 3, np.uint8).reshape(3, 16).T.tobytes())
+        with h5py.File(root / "a.h5", "r+") as file:
+            file["x"].id.write_direct_chunk((0,), packed)
+        return
+    change(memoryview(data)[data.index(struct.pack("<IQ", 5, heap)) :], memoryview(data)[heap:])
+    (root / "a.h5").write_bytes(data)
+
+
+def longer(row, heap):
+    row[:4] = struct.pack("<I", 1 << 31)
+
+
+def emptied(row, heap):
+    heap[16 + 8] = 0  # the size of the first text: HDF5 takes the bytes after it for a head
+
+
+def shared(root):
+    """Eight texts of 8 MiB, of which all rows refer to the first."""
+    with h5py.File(root / "a.h5", "w") as file:
+        file.create_dataset("x", (8,), h5py.string_dtype(), ["v" * (8 * MIB), *["v"] * 7])
+        at = file["x"].id.get_offset()
+    data = bytearray((root / "a.h5").read_bytes())
+    data[at : at + 8 * 16] = bytes(data[at : at + 16]) * 8
+    (root / "a.h5").write_bytes(data)
+
+
 def twice(root):
     with h5py.File(root / "a.h5", "w") as file:
         created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -216,6 +250,15 @@ CASES = {
         {},
         r"unpacks to more than its 8 bytes",
     ),
+    "a length in HDF5": (partial(hdf5_texts, change=longer), {}, "a value states 2147483648 bytes, the file has"),
+    "a length in a chunk of HDF5": (partial(hdf5_texts, change=longer, chunks=(3,)), {}, "a value states 2147483648 b"),
+    "a packed length in HDF5": (
+        partial(hdf5_texts, change=None, chunks=(3,), shuffle=True, compression="gzip"),
+        {},
+        "a value states 2147483648 b",
+    ),
+    "a collection of HDF5": (partial(hdf5_texts, change=emptied), {}, r"collection of values at byte \d+ is damaged"),
+    "a text of many rows in HDF5": (shared, {"max_decoded": "16MiB"}, "has 8 values of 67108864 bytes, at most"),
     "HDF5 packed twice": (twice, {}, r"is packed by several filters, \[1, 1\]"),
     "a chunk of Zarr": (zarr, {}, "bytes were received, and a chunk of this array has fewer"),
     "a shard of MDS": (partial(mds, said=8 * GIB), {}, "unpacks to 8589934592 bytes, at most 1073741824"),

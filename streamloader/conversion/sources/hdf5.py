@@ -8,6 +8,7 @@ and the stride of the rows of each variable. The rows of record variables are in
 """
 
 import gc
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ h5py: Any = Lazy("h5py")
 BLOCK_BYTES = 1 << 20
 BLOCKS = 3 * ranged_io.READ_THREADS  # kept: the blocks read ahead, and some with the HDF5 library's tables
 PIECE_BYTES = 16 << 20  # read from a dataset at once, unless a chunk is larger
+HEAP_BYTES = 64 << 10  # of a collection of values of variable length that are read at once: most are smaller
+HEAP_HEAD = 16  # bytes of the head of a collection, and of each value in it
 PIECE_ITEMS = 256  # items of variable length that are read at once
 # the netCDF library's mark of a dimension without values
 _NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
@@ -61,6 +64,7 @@ class BlockFile(ranged_io.RangeFile):
         super().__init__(store, info)
         self.name = f"{store.url}/{info.path}"
         self._blocks = LRUCache[int, memoryview](BLOCKS * BLOCK_BYTES)
+        self.checked = set[int]()  # addresses of collections of values of variable length
         if info.size:
             self._block(0)
 
@@ -331,7 +335,8 @@ def _ragged(items: Any, shape: tuple[int, ...], where: str, selected: Field | No
 
 def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers, into: arrays.Into) -> None:
     """Read rows of the arrays of a file."""
-    with _opened(BlockFile(content.store, content.info)) as file:
+    raw = BlockFile(content.store, content.info)
+    with _opened(raw) as file:
         for name, array in stored.items():
             where = f"{content.where}::{array.path}"
             with arrays.reading(f"{where} cannot be read"):
@@ -339,15 +344,16 @@ def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers
                 same = isinstance(dataset, h5py.Dataset)
                 if not same or (dataset.shape, str(_dtype(dataset))) != (array.shape, array.dtype):
                     raise SourceChangedError(f"{where} changed since it was listed", ranged_io.CHANGED)
-                _read_dataset(dataset, rows, into[name], partial(_check_chunks, dataset, where, array.limit))
+                check = partial(_check_items, raw) if dataset.dtype.hasobject else _check_chunks
+                _read_dataset(dataset, rows, into[name], partial(check, dataset, where, limit=array.limit))
 
 
-_DEFLATE, _LZF = 1, 32000  # filters of HDF5
+_DEFLATE, _SHUFFLE, _LZF = 1, 2, 32000  # filters of HDF5
 _KEEP_SIZE = (2, 3, 5, 6)  # shuffle, Fletcher's checksum, and two that pack bits
 _RATIOS = {_DEFLATE: 1032, _LZF: 88}  # the greatest of decoded to stored bytes
 
 
-def _check_chunks(dataset: Any, where: str, limit: int, start: int, stop: int) -> None:
+def _check_chunks(dataset: Any, where: str, start: int, stop: int, *, limit: int) -> None:
     """Raise `SourceError` for a chunk of the rows [start, stop) that unpacks to much more than its values.
 
     HDF5 unpacks a chunk to its end, however long it is.
@@ -369,6 +375,89 @@ def _check_chunks(dataset: Any, where: str, limit: int, start: int, stop: int) -
             check_decoded(f"{where} has a chunk of up to", _RATIOS[_LZF] * info.size, limit)
         elif len(zlib.decompressobj().decompress(dataset.id.read_direct_chunk(corner)[1], size + 5)) > size + 4:
             raise damaged(f"{where}: the chunk at {corner} unpacks to more than its {size} bytes")
+
+
+def _check_items(raw: BlockFile, dataset: Any, where: str, start: int, stop: int, *, limit: int) -> None:
+    """Raise `SourceError` for values of variable length of the rows [start, stop) that HDF5 would not read in time.
+
+    It allocates what a row states, up to 4 GiB of items, before it looks for the value, and reads a damaged collection
+    of values for ever.
+    """
+    _check_chunks(dataset, where, start, stop, limit=limit)
+    text = h5py.check_string_dtype(dataset.dtype) is not None
+    item, size = 1 if text else np.dtype(h5py.check_vlen_dtype(dataset.dtype)).itemsize, raw.info.size
+    for items in _stored_items(raw, dataset, start, stop):
+        stated = items["length"].astype(np.int64) * item
+        if (stated > size).any():
+            raise damaged(f"{where}: a value states {stated.max()} bytes, the file has {size}")
+        if stated.sum() > size:  # several rows may share a value
+            check_decoded(f"{where} has {len(stated)} values of", int(stated.sum()), limit)
+        for address in {*items["collection"][items["length"] > 0].tolist()} - raw.checked:
+            _check_collection(raw, dataset.file, where, address)
+            raw.checked.add(address)
+
+
+def _check_collection(raw: BlockFile, file: Any, where: str, address: int) -> None:
+    """Raise `SourceError` if the sizes of the values in a collection of the global heap do not add up to its own."""
+
+    def read() -> bytes:
+        raw.seek(at)
+        return raw.read(HEAP_BYTES)
+
+    at = first = address + file.userblock_size
+    unpack = struct.Struct("<H6xQ" if file.id.get_create_plist().get_sizes()[1] == 8 else "<H6xI").unpack_from
+    data, good = read(), False
+    if data[:4] == b"GCOL" and len(data) >= HEAP_HEAD:
+        end = at + unpack(data)[1]
+        at, good = at + HEAP_HEAD, at + HEAP_HEAD <= end <= raw.info.size
+    while good and at + HEAP_HEAD <= end:
+        if at + HEAP_HEAD > first + len(data):
+            first, data = at, read()
+        number, size = unpack(data, at - first)
+        step = HEAP_HEAD + (size + 7 & ~7) if number else size  # number 0 is the rest, with its head
+        at += step
+        good = step >= HEAP_HEAD and at <= end
+    if not good:
+        raise damaged(f"{where}: the collection of values at byte {address} is damaged")
+
+
+def _stored_items(raw: BlockFile, dataset: Any, start: int, stop: int) -> Iterator[NDArray[Any]]:
+    """Yield what is stored in rows of variable length: the number of items, and where these are in the global heap.
+
+    Source: HDF5 File Format Specification, version 3.0, III.E and IV.B. Chunks that other filters have packed are left
+    out.
+    """
+    address = int(dataset.file.id.get_create_plist().get_sizes()[0])
+    stored = np.dtype([("length", "<u4"), ("collection", f"<u{address}"), ("number", "<u4")])
+    if not dataset.chunks:
+        at = dataset.id.get_offset()
+        if at is not None:
+            raw.seek(at + start * stored.itemsize)
+            data = raw.read((stop - start) * stored.itemsize)
+            yield np.frombuffer(data, stored, len(data) // stored.itemsize)
+        return
+    (chunk,) = dataset.chunks
+    for first in range(start // chunk * chunk, stop, chunk):
+        if dataset.id.get_chunk_info_by_coord((first,)).byte_offset is not None:
+            data = _unpacked(dataset, (first,), chunk * stored.itemsize, stored.itemsize)
+            yield np.frombuffer(data, stored, len(data) // stored.itemsize)[max(0, start - first) : stop - first]
+
+
+def _unpacked(dataset: Any, corner: tuple[int, ...], size: int, width: int) -> bytes:
+    """Return a chunk of `size` bytes of items of `width` bytes; nothing if filters other than these have packed it."""
+    created = dataset.id.get_create_plist()
+    mask, data = dataset.id.read_direct_chunk(corner)
+    for number in reversed(range(created.get_nfilters())):
+        code = created.get_filter(number)[0]
+        if mask >> number & 1:
+            continue
+        if code == _DEFLATE:
+            data = zlib.decompressobj().decompress(data, size + 4)
+        elif code == _SHUFFLE:
+            data = np.frombuffer(data, np.uint8, size).reshape(width, -1).T.tobytes()
+        else:
+            return b""
+    return bytes(data)
 
 
 def _read_dataset(
