@@ -252,11 +252,14 @@ def test_a_damaged_response_is_not_taken_for_another_run(monkeypatch):
     def damaged(store: Store, path: str) -> bytes:
         calls.append(path)
         found = get_document(store, path)
-        return found if len(calls) > 2 else found.replace(b"writer", b"writes")
+        return found if len(calls) > 2 else found.replace(b"writer", b"write%d" % len(calls))
 
     monkeypatch.setattr(publish, "get_document", damaged)
     claim.check()
     assert calls == [JOB] * 3
+    store.put(JOB, b"{}")
+    assert not claim.held()
+    assert calls == [JOB] * 5  # what is there twice is no damage
     store.delete([JOB])
     assert not claim.held()
     claim.close()

@@ -51,7 +51,7 @@ from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
 from streamloader.storage.buffers import Buffer, body_crc32c
 from streamloader.storage.process import finalize, lock_name, run_all
-from streamloader.storage.store import COMPARISONS, Store
+from streamloader.storage.store import Store, reads
 
 THREADS = 16  # for receipts: they are small, so reading one takes a round trip
 PUT_THREADS = 8  # for the objects of a shard
@@ -208,7 +208,7 @@ class Claim:
     def held(self) -> bool:
         """Return whether this run still has the right to write."""
         try:
-            return any(get_document(self._store, JOB) == self._data for _ in range(COMPARISONS))
+            return any(data == self._data for data in reads(lambda: get_document(self._store, JOB)))
         except (errors.NotFoundError, errors.FormatError):
             return False
 

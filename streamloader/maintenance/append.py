@@ -36,7 +36,7 @@ from streamloader.format.video import without_index
 from streamloader.maintenance.erase import BEGUN
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
-from streamloader.storage.store import COMPARISONS
+from streamloader.storage.store import reads
 from streamloader.storage.url import redact
 
 ROUNDS = 5  # of writing again the shards that something else deletes or overwrites
@@ -265,7 +265,7 @@ def read_claim(store: Store) -> dict[str, Any] | None:
 
 def check_claim(store: Store, claim: Mapping[str, Any]) -> None:
     """Raise `DestinationError` if the claim was removed or replaced: a run that lost it must not write."""
-    if all(read_claim(store) != claim for _ in range(COMPARISONS)):
+    if all(found != claim for found in reads(lambda: read_claim(store))):
         raise DestinationError(f"another run ended the append to {store.url}", "check the dataset, then append again")
 
 

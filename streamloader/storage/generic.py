@@ -171,13 +171,13 @@ class FsspecClient:
         with self._lock(path):
             return etag_of(self._timed("pipe_file", path, body_bytes(data), _joined(data), mode="create"))
 
-    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object if its content is `before`."""
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | bytes:
+        """Write the object if its content is `before`; if not, return what it has, as much as tells."""
         with self._lock(path):
             current = self.get_range(path, 0, max(body_bytes(data), body_bytes(before)) + 1)  # notices a longer object
             if current == data:  # a retry after a lost response
                 return ""
-            return self.put(path, data) if current == before else None
+            return self.put(path, data) if current == before else bytes(current)
 
     def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - most stores have no locks
         """Return a lock for one writer of the object at a time."""

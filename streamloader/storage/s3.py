@@ -403,8 +403,8 @@ class S3Client:
                 raise
         return self.put(path, data)
 
-    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object if its content is `before`."""
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | bytes:
+        """Write the object if its content is `before`; if not, return what it has, as much as tells."""
         size = max(body_bytes(data), body_bytes(before)) + 1  # notices a longer object
         with self._get(path, "") as response:
             current, etag = response.read(size), response.headers["ETag"]
@@ -413,7 +413,7 @@ class S3Client:
         if current == data:
             return ""
         if current != before:
-            return None
+            return current
         try:
             return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfMatch=etag))
         except ClientError as error:
@@ -422,7 +422,8 @@ class S3Client:
                 return self.put(path, data)
             if status not in (404, 412):
                 raise
-        return "" if self.get_range(path, 0, size) == data else None
+        current = bytes(self.get_range(path, 0, size))
+        return "" if current == data else current
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects, and ignore those that do not exist."""

@@ -31,10 +31,22 @@ _READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the sto
     **{protocol: (protocol, "ranges of other objects") for protocol in REFERENCES},
 }
 READ_ONLY = ("http", *REFERENCES)  # protocols
-# Of an object with what it had: a response that is damaged on its way is not another content. Where every fifth one is,
-# eight are in a row once in 400,000 times.
-COMPARISONS = 8
+COMPARISONS = 8  # of an object with what it had: if every fifth response is damaged, all are once in 400,000 times
 _NOT_OF_FSSPEC = ("s3", "file", "memory", *REFERENCES)  # or always installed
+
+
+def reads(read: Callable[[], Result]) -> Iterator[Result]:
+    """Yield what `read()` returns, until it has returned something twice, or `COMPARISONS` times.
+
+    For the content of an object that should be known: a response that is damaged on its way is not another content,
+    and no two are damaged alike.
+    """
+    found: list[Result] = []
+    for _ in range(COMPARISONS):
+        found.append(read())
+        yield found[-1]
+        if found[-1] in found[:-1]:
+            return
 
 
 def _call(request: Callable[[], Buffer]) -> Buffer:
@@ -212,7 +224,7 @@ class Store:
             etag = create(lambda error, _: failures.append(error))
         except ObjectExistsError:
             size = body_bytes(data) + 1  # notices a longer object
-            if not failures or all(self.get_range(path, 0, size) != data for _ in range(COMPARISONS)):
+            if not failures or all(found != data for found in reads(lambda: self.get_range(path, 0, size))):
                 raise
             etag = ""
         return ObjectInfo(path, body_bytes(data), etag)
@@ -223,10 +235,10 @@ class Store:
         Atomic on S3 servers that support `If-Match`, in local files and in memory. Elsewhere, a write of another
         process between our read and write is lost. Raises `NotFoundError` if the object does not exist.
         """
-        for _ in range(COMPARISONS):
-            etag = self._ask(self._written(path), lambda client, full: client.replace(full, data, before))
-            if etag is not None:
-                return ObjectInfo(path, body_bytes(data), etag)
+        replace = partial(self._ask, self._written(path), lambda client, full: client.replace(full, data, before))
+        for found in reads(replace):
+            if isinstance(found, str):
+                return ObjectInfo(path, body_bytes(data), found)
         raise ObjectExistsError(f"{self._shown(path)} was changed by another writer", "read it again")
 
     def delete(self, paths: Iterable[str]) -> None:
