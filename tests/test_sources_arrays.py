@@ -766,3 +766,24 @@ def test_contiguous_rows_of_tokens_take_no_memory_but_their_own(tmp_path):
     source = opened(tmp_path, "t=uint16[2048]")
     with within(68 << 20):
         assert read(source)["t"].nbytes == 64 << 20
+
+
+@pytest.mark.parametrize("layout", [{}, {"chunks": (7,)}, {"chunks": (7,), "compression": "gzip", "shuffle": True}])
+@pytest.mark.parametrize(("size", "before"), [(2, 0), (4, 512), (8, 1024)])
+def test_values_of_variable_length_are_read_whatever_the_sizes_of_addresses_and_the_layout(
+    size, before, layout, tmp_path
+):
+    created = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    created.set_sizes(size, size)
+    created.set_userblock(before)  # bytes of others, from whose end addresses count
+    rows = [np.arange(row % 9, dtype=np.float64) for row in range(50)]
+    path = tmp_path / "a.h5"
+    with h5py.File(h5py.h5f.create(bytes(path), h5py.h5f.ACC_TRUNC, created)) as file:
+        file.create_dataset("texts", (50,), h5py.string_dtype(), ["é" * (7 * len(row)) for row in rows], **layout)
+        file.create_dataset("numbers", (50,), h5py.vlen_dtype("f8"), **layout)
+        for number, row in enumerate(rows):
+            file["numbers"][number] = row
+    sl.convert(path, tmp_path / "out", workers=0)
+    (batch,) = sl.NumpyDataset(tmp_path / "out", batch_size=50, shuffle=False)
+    np.testing.assert_array_equal(batch["numbers"], np.concatenate(rows))
+    assert batch["texts"] == ["é" * (7 * len(row)) for row in rows]

@@ -69,6 +69,7 @@ _IGNORED = {*FSSPEC_OPTIONS, "cache_regions", "max_concurrency", "fixed_upload_s
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _REDIRECTS = (301, 302, 307)
 _REPEATED = (TransientError, EndpointError)
+_OF_BODY = {"BadDigest", "XAmzContentSHA256Mismatch"}  # also of servers without checksums or unsigned bodies
 PART_BYTES = 512 << 20  # from two parts on, uploads are multipart: S3 accepts PUTs of 5 GiB, but retries start again
 SMALL_BYTES = 64 << 10  # smaller buffers are joined, as each would be a packet
 KEYS_PER_DELETE = 1000  # S3's limit
@@ -372,7 +373,8 @@ class S3Client:
         Not if its code says that the request may succeed when it is repeated: a 400 may be `RequestTimeout`.
         """
         facts, ours = facts_of(error), storage_error(error, self._location)
-        return facts.status in statuses and facts.code not in EXPIRED and not isinstance(ours, _REPEATED)
+        again = facts.code in EXPIRED or (isinstance(ours, _REPEATED) and facts.code not in _OF_BODY)
+        return facts.status in statuses and not again
 
     def put_in_parts(self, path: str, data: Body, part_bytes: int) -> str:
         """Write the object by parts of `part_bytes`, all but the last: Cloudflare's R2 takes no others."""

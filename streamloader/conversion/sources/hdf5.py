@@ -405,7 +405,7 @@ def _check_collection(raw: BlockFile, file: Any, where: str, address: int) -> No
         return raw.read(HEAP_BYTES)
 
     at = first = address + file.userblock_size
-    unpack = struct.Struct("<H6xQ" if file.id.get_create_plist().get_sizes()[1] == 8 else "<H6xI").unpack_from
+    unpack = struct.Struct("<H6x" + {2: "H", 4: "I", 8: "Q"}[file.id.get_create_plist().get_sizes()[1]]).unpack_from
     data, good = read(), False
     if data[:4] == b"GCOL" and len(data) >= HEAP_HEAD:
         end = at + unpack(data)[1]
