@@ -39,7 +39,8 @@ GROWN_BYTES = 24e6  # that a rank may have more in the last third of its epochs 
 # what a client has to bear: the kinds after which a repeat of the request succeeds
 FAULTS = ("delay", "slices", "reset", "reset-body", "truncate", "short", "flip", "wrong-range", "200", "400", "429")
 FAULTS += ("500", "503", "503-retry-after", "garbled", "long-header", "many-headers", "lost", "stall", "half-open")
-PATIENCE = {"response_seconds": 4.0, "outage_seconds": 120.0, "request_seconds": 60.0}
+# also for first requests: a rank that starts slowly may meet an outage, and the endpoint is right
+PATIENCE = {"response_seconds": 4.0, "outage_seconds": 120.0, "request_seconds": 60.0, "first_contact_attempts": 100}
 OUTAGE = 1.5  # seconds
 WAIT = 300  # seconds in which a rank takes its next steps, whatever the faults
 
