@@ -208,16 +208,19 @@ def split_names(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job file of an unfinished dataset, or None if there is none. Raises `FormatError`."""
-
-    def has_names(job: dict[str, Any]) -> bool:
-        lists = job.get("fields") or [], job.get("splits") or []
-        names = [name for one in lists if isinstance(one, list) for name in one]
-        return all(isinstance(one, list) for one in lists) and all(isinstance(n, str) and NAME.match(n) for n in names)
-
     try:
-        return read_object(store, JOB, "convert again with overwrite", "a job", has_names)
+        return read_object(store, JOB, "convert again with overwrite", "a job", _has_names)
     except NotFoundError:
         return None
+
+
+def _has_names(job: dict[str, Any]) -> bool:
+    lists = job.get("fields") or [], job.get("splits") or []
+    return all(isinstance(names, list) and all(map(_is_name, names)) for names in lists)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and NAME.match(value) is not None
 
 
 def _dataset_attributes(document: Any, url: str) -> dict[str, Any]:
