@@ -339,3 +339,36 @@ def test_the_limit_is_a_size(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(3))
     with pytest.raises(UsageError, match="max_decoded: 'lots' is not a size"):
         sl.convert(tmp_path / "x.npy", tmp_path / "out", workers=0, source_options={"max_decoded": "lots"})
+
+
+NESTED = {
+    "a table": ((8, 3), h5py.vlen_dtype(np.uint8)),
+    "records": ((8,), np.dtype([("n", "<i2"), ("name", h5py.string_dtype()), ("x", h5py.string_dtype(), (2,))])),
+}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_length_in_hdf5_that_only_a_map_function_reads_is_checked(kind, chunked, tmp_path):
+    shape, dtype = NESTED[kind]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = np.arange(8)
+        array = file.create_dataset("x", shape, dtype, chunks=(3, 2)[: len(shape)] if chunked else None)
+        for place in np.ndindex(shape):
+            array[place] = np.arange(5) if dtype.names is None else (1, "name", ["value", "value"])
+    data = bytearray((tmp_path / "a.h5").read_bytes())
+    last = data.rindex(struct.pack("<IQ", 5, data.index(b"GCOL")))
+    options = {"map": lambda sample: {"y": sample["y"]}, "workers": 0}
+    assert sl.convert(tmp_path / "a.h5", tmp_path / "good", **options).num_samples == 8
+    data[last : last + 4] = struct.pack("<I", 1 << 31)
+    (tmp_path / "a.h5").write_bytes(data)
+    with pytest.raises(SourceError, match="a value states 2147483648 bytes, the file has"):
+        sl.convert(tmp_path / "a.h5", tmp_path / "out", **options)
+
+
+def test_a_chunk_of_packed_texts_of_hdf5_may_be_larger_than_a_small_limit(tmp_path):
+    texts = [f"{number}" for number in range(4096)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (4096,), h5py.string_dtype(), texts, chunks=(4096,), compression="gzip")
+    sl.convert(tmp_path / "a.h5", tmp_path / "out", workers=0, source_options={"max_decoded": "1MiB"})
+    assert list(sl.open(tmp_path / "out").read("x", 0, 4096)) == texts

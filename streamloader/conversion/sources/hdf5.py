@@ -363,11 +363,8 @@ def _check_chunks(dataset: Any, where: str, start: int, stop: int, *, limit: int
     place = next((number for number, code in enumerate(codes) if code in _RATIOS), -1)
     if place < 0 or not dataset.size:
         return
-    size = prod(dataset.chunks) * dataset.id.get_type().get_size()
-    first, last = start // dataset.chunks[0], (stop - 1) // dataset.chunks[0]
-    others = [range(-(-n // chunk)) for n, chunk in zip(dataset.shape[1:], dataset.chunks[1:], strict=True)]
-    for index in product(range(first, last + 1), *others):
-        corner = tuple(i * chunk for i, chunk in zip(index, dataset.chunks, strict=True))
+    size = prod(dataset.chunks) * _stored_parts(dataset.id.get_type(), _stored_value(dataset.file).itemsize)[0]
+    for corner in _corners(dataset, start, stop):
         info = dataset.id.get_chunk_info_by_coord(corner)
         if info.byte_offset is None or info.filter_mask >> place & 1 or _RATIOS[codes[place]] * info.size <= limit:
             continue
@@ -384,9 +381,8 @@ def _check_items(raw: BlockFile, dataset: Any, where: str, start: int, stop: int
     of values for ever.
     """
     _check_chunks(dataset, where, start, stop, limit=limit)
-    text = h5py.check_string_dtype(dataset.dtype) is not None
-    item, size = 1 if text else np.dtype(h5py.check_vlen_dtype(dataset.dtype)).itemsize, raw.info.size
-    for items in _stored_items(raw, dataset, start, stop):
+    size = raw.info.size
+    for items, item in _stored_items(raw, dataset, start, stop):
         stated = items["length"].astype(np.int64) * item
         if (stated > size).any():
             raise damaged(f"{where}: a value states {stated.max()} bytes, the file has {size}")
@@ -421,26 +417,82 @@ def _check_collection(raw: BlockFile, file: Any, where: str, address: int) -> No
         raise damaged(f"{where}: the collection of values at byte {address} is damaged")
 
 
-def _stored_items(raw: BlockFile, dataset: Any, start: int, stop: int) -> Iterator[NDArray[Any]]:
-    """Yield what is stored in rows of variable length: the number of items, and where these are in the global heap.
+def _stored_items(raw: BlockFile, dataset: Any, start: int, stop: int) -> Iterator[tuple[NDArray[Any], int]]:
+    """Yield what rows store for values of variable length, and the bytes of an item of these.
 
-    Source: HDF5 File Format Specification, version 3.0, III.E and IV.B. Chunks that other filters have packed are left
-    out.
+    Chunks that other filters have packed are left out.
     """
-    address = int(dataset.file.id.get_create_plist().get_sizes()[0])
-    stored = np.dtype([("length", "<u4"), ("collection", f"<u{address}"), ("number", "<u4")])
-    if not dataset.chunks:
-        at = dataset.id.get_offset()
-        if at is not None:
-            raw.seek(at + start * stored.itemsize)
-            data = raw.read((stop - start) * stored.itemsize)
-            yield np.frombuffer(data, stored, len(data) // stored.itemsize)
+    stored = _stored_value(dataset.file)
+    width, places = _stored_parts(dataset.id.get_type(), stored.itemsize)
+    if not places:
         return
-    (chunk,) = dataset.chunks
-    for first in range(start // chunk * chunk, stop, chunk):
-        if dataset.id.get_chunk_info_by_coord((first,)).byte_offset is not None:
-            data = _unpacked(dataset, (first,), chunk * stored.itemsize, stored.itemsize)
-            yield np.frombuffer(data, stored, len(data) // stored.itemsize)[max(0, start - first) : stop - first]
+    rows = np.dtype({
+        "names": [str(at) for at, _ in places], "formats": [stored] * len(places), "offsets": [at for at, _ in places],
+        "itemsize": width,
+    })  # fmt: skip
+    for block in _stored_rows(raw, dataset, rows, start, stop):
+        for at, item in places:
+            yield block[str(at)].ravel(), item
+
+
+def _stored_value(file: Any) -> np.dtype[Any]:
+    """Return what a file stores for a value of variable length: its number of items, and its place in the global heap.
+
+    Source: HDF5 File Format Specification, version 3.0, III.E and IV.B.
+    """
+    address = file.id.get_create_plist().get_sizes()[0]
+    return np.dtype([("length", "<u4"), ("collection", f"<u{address}"), ("number", "<u4")])
+
+
+def _stored_parts(kind: Any, width: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes of a value in the file, and the offsets and bytes of an item of its parts of variable length.
+
+    HDF5 states sizes and offsets in memory, where a text is a pointer; `width` is what the file has for each such part.
+    """
+    if isinstance(kind, h5py.h5t.TypeVlenID):
+        return width, [(0, kind.get_super().get_size())]
+    if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
+        return width, [(0, 1)]
+    if isinstance(kind, h5py.h5t.TypeArrayID):
+        size, places = _stored_parts(kind.get_super(), width)
+        count = prod(kind.get_array_dims())
+        return count * size, [(i * size + at, item) for i in range(count) for at, item in places] if places else []
+    size, places = kind.get_size(), []
+    if isinstance(kind, h5py.h5t.TypeCompoundID):
+        grown = 0
+        for number in sorted(range(kind.get_nmembers()), key=kind.get_member_offset):
+            member, offset = kind.get_member_type(number), kind.get_member_offset(number) + grown
+            stored, inner = _stored_parts(member, width)
+            grown += stored - member.get_size()
+            places += [(offset + at, item) for at, item in inner]
+        size += grown
+    return size, places
+
+
+def _stored_rows(raw: BlockFile, dataset: Any, values: np.dtype[Any], start: int, stop: int) -> Iterator[NDArray[Any]]:
+    """Yield the stored values of the rows [start, stop) in pieces."""
+    if not dataset.chunks:
+        at, count = dataset.id.get_offset(), (stop - start) * prod(dataset.shape[1:])
+        if at is not None:
+            raw.seek(at + start * prod(dataset.shape[1:]) * values.itemsize)
+            data = raw.read(count * values.itemsize)
+            yield np.frombuffer(data, values, len(data) // values.itemsize)
+        return
+    for corner in _corners(dataset, start, stop):
+        if dataset.id.get_chunk_info_by_coord(corner).byte_offset is not None:
+            size = prod(dataset.chunks) * values.itemsize
+            data = _unpacked(dataset, corner, size, values.itemsize)
+            if len(data) >= size:
+                block = np.frombuffer(data, values, prod(dataset.chunks)).reshape(dataset.chunks)
+                inside = tuple(slice(0, n - i) for n, i in zip(dataset.shape[1:], corner[1:], strict=True))
+                yield block[max(0, start - corner[0]) : stop - corner[0], *inside]
+
+
+def _corners(dataset: Any, start: int, stop: int) -> Iterator[tuple[int, ...]]:
+    """Return the first indices of the chunks that hold the rows [start, stop)."""
+    starts = (start // dataset.chunks[0] * dataset.chunks[0], *[0] * (dataset.ndim - 1))
+    ends = (stop, *dataset.shape[1:])
+    return product(*map(range, starts, ends, dataset.chunks))
 
 
 def _unpacked(dataset: Any, corner: tuple[int, ...], size: int, width: int) -> bytes:
