@@ -702,7 +702,7 @@ def one_machine() -> Iterator[None]:
         patch.setattr(engine, "PLANNED", 4)
         patch.setattr(ledger, "TOLERANCE_BYTES", 1 << 10)  # blocks of this dataset are small
         for module in (engine, executor, stages):
-            patch.setattr(module, "finalize", finalize_by_hand)
+            patch.setattr(module, "Finalizer", finalize_by_hand)
         try:
             yield
         finally:

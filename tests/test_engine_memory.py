@@ -184,6 +184,37 @@ def test_leases_while_the_process_ends_do_not_keep_the_finalizers_of_others_from
     assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
+EXIT_AND_END = """
+import threading, weakref
+from streamloader.storage.process import Finalizer
+
+class Watched:
+    pass
+
+begun, watched = threading.Event(), [Watched() for _ in range(200_000)]
+for one in watched:
+    weakref.finalize(one, int).atexit = False
+last = Watched(), Watched()
+Finalizer(last[0], print, "ended")
+Finalizer(last[1], print, "not ended").atexit = False
+Finalizer(last[0], print, "ended first")
+Finalizer(last[0], int, "no number")
+
+def end():
+    while True:
+        Finalizer(Watched(), begun.set)
+
+threading.Thread(target=end, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_objects_that_are_finalized_while_the_process_ends_keep_no_finalizers_from_running():
+    done = run_python("-c", EXIT_AND_END)
+    assert done.stdout == "ended first\nended\n"
+    assert done.stderr.count("Traceback") == done.stderr.count("ValueError: invalid literal for int()") == 1
+
+
 def test_buffers_of_another_size_or_dtype_are_not_mixed_up():
     buffers = Buffers(ARENA, Counters())
     for shape, dtype in (((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((3,), "bool"), ((0, 5), "uint8")):

@@ -266,9 +266,10 @@ def test_callbacks_of_weak_references_run_no_python_code(module):
             assert node.name != "__del__", f"{module}:{node.lineno} has __del__"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "weakref.ref" and node.args[1:]:
             assert ast.unparse(node.args[1]).endswith(".append"), f"{module}:{node.lineno} may call Python code"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("weakref.finalize", "finalize"):
-            ours = ast.unparse(node.func) == "finalize" or module == "storage/process.py"
-            assert ours, f"{module}:{node.lineno}: use finalize of storage.process"
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in ("weakref.finalize", "finalize"), (
+                f"{module}:{node.lineno}: use Finalizer"
+            )
 
 
 def test_no_file_names_a_machine():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from streamloader.errors import EngineError, ForkError, MemoryBudgetError, PassE
 from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, EpochShare, Share
 from streamloader.stats import Counters
-from streamloader.storage.process import RUNTIME, SIGNAL_SECONDS, Owner, Runtime, finalize, take, trim_heaps
+from streamloader.storage.process import RUNTIME, SIGNAL_SECONDS, Finalizer, Owner, Runtime, take, trim_heaps
 from streamloader.zarr.columns import wider_block
 
 # How long a new pass waits for the threads of the previous pass before it allocates its own memory.
@@ -75,7 +74,7 @@ class Engine:
             executor = Executor(config.workers, partial(counters.add, workers_replaced=1))
         self.executor, self._runtime = executor, executor.runtime
         self.core: Assembler | None = None  # of the last pass
-        self._end_threads: weakref.finalize[..., Any] | None = None
+        self._end_threads: Finalizer | None = None
         self._begun = 0  # passes of these threads
         self._upcoming: tuple[Any, ...] = ()  # the arguments of `start` for the pass after the last one
         self._names = datasets[0].names
@@ -135,7 +134,7 @@ class Engine:
         planner = Planner(planned, most, self._runtime)
         self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
         threads = Threads("assemble", 2, core.fail, runtime=self._runtime)
-        self._end_threads = finalize(self, _close, core, threads)
+        self._end_threads = Finalizer(self, _close, core, threads)
         self._begun = 0
         threads.run(core.run)
         threads.run(planner.run)
@@ -390,9 +389,9 @@ class Pipeline:
     time may ask for batches; any thread may close.
     """
 
-    def __init__(self, engine: Engine, core: Assembler, end_threads: weakref.finalize[..., Any]) -> None:
+    def __init__(self, engine: Engine, core: Assembler, end_threads: Finalizer) -> None:
         self._engine, self._core = engine, core  # threads have a weak reference to the engine's transform
-        self.close = finalize(self, end_threads)
+        self.close = Finalizer(self, end_threads)
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False

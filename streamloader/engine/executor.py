@@ -27,7 +27,7 @@ from streamloader.engine.arena import Arena
 from streamloader.engine.messages import Callback, Shared, dump, dump_call, dump_shared, load, refer_to, share
 from streamloader.engine.workers import Pool
 from streamloader.errors import EngineError
-from streamloader.storage.process import RUNTIME, PerProcess, Runtime, finalize, join_at_exit, take
+from streamloader.storage.process import RUNTIME, Finalizer, PerProcess, Runtime, join_at_exit, take
 
 Result = TypeVar("Result")
 Workers = int | Literal["auto"]
@@ -204,7 +204,7 @@ class Executor:
         self._calls: Calls | None = None
         if self._pool is not None:
             self._calls = Calls(self._pool, workers, CALLERS, on_error=bool, on_death=on_death, runtime=runtime)
-            finalize(self, self._calls.close)
+            Finalizer(self, self._calls.close)
 
     def start(self) -> None:
         """Start the workers that are missing; calls wait until they are ready."""

@@ -58,7 +58,7 @@ from streamloader.errors import DecodeError, EngineError, StreamloaderError, mes
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import MIB, Collate, OnBadSample, Pack, Pad
 from streamloader.order.schedule import BatchPlan, Ints
-from streamloader.storage.process import finalize, finished_before_exit, wait_at_exit
+from streamloader.storage.process import Finalizer, finished_before_exit, wait_at_exit
 
 if TYPE_CHECKING:
     from streamloader.images.decode import Header, ImageDecoder
@@ -339,7 +339,7 @@ class Stages:
         in_workers = not alone or self._shared_collate is not None
         self._transforming = executor.jobs("transform", executor.workers, on_error) if in_workers else self._here
         wait_at_exit()  # for OpenCV and native code of a transform
-        finalize(self, close_all, *(each for each in (self._decoding, self._here) if isinstance(each, Threads)))
+        Finalizer(self, close_all, *(each for each in (self._decoding, self._here) if isinstance(each, Threads)))
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
         """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.

@@ -50,7 +50,7 @@ from streamloader.format.metadata import dataset_documents, split_documents, to_
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
 from streamloader.storage.buffers import Buffer, body_crc32c
-from streamloader.storage.process import finalize, lock_name, run_all
+from streamloader.storage.process import Finalizer, lock_name, run_all
 from streamloader.storage.store import Store, reads
 
 THREADS = 16  # for receipts: they are small, so reading one takes a round trip
@@ -175,7 +175,7 @@ class Claim:
         self._store, self._run, self._data = store, uuid.uuid4().hex, before
         self._checked = 0.0
         lock = lock_name(f"run-{self._run}")
-        self._release = None if lock is None else finalize(self, lock.close)
+        self._release = None if lock is None else Finalizer(self, lock.close)
         try:
             self.renew(job)
         except BaseException:

@@ -14,7 +14,7 @@ from streamloader.engine.faults import Fault
 from streamloader.errors import BadSamplesError, message
 from streamloader.order.schedule import BatchPlan
 from streamloader.storage import open_store
-from streamloader.storage.process import finalize, in_thread
+from streamloader.storage.process import Finalizer, in_thread
 
 # As many bad samples in a row end a run whatever `max_bad` is: the transform or the store is at fault, not a sample.
 MOST_IN_A_ROW = 100
@@ -80,7 +80,7 @@ class BadSamples:
         if self._store is not None:
             store = self._store
             if not self._pending:
-                finalize(self, wait_for_all, self._pending)
+                Finalizer(self, wait_for_all, self._pending)
             self._pending.append(in_thread(lambda: store.put(name, data)))
             wait_for_all(self._pending, PENDING)
             return

@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import PackedSequence
 from streamloader.errors import UsageError
 from streamloader.pytorch.tensors import nested_type, to_tensors
 from streamloader.stats import Counters
-from streamloader.storage.process import finalize
+from streamloader.storage.process import Finalizer
 
 # Less memory is copied to page-locked memory of torch's, which takes less time than to lock it.
 LOCKED_BYTES = 64 << 10
@@ -281,7 +281,7 @@ class Transfers:
         self._lent: deque[tuple[Any, Any]] = deque()  # memory that another stream than its own reads, likewise
         self._waits: deque[tuple[Any, Any]] = deque()  # timers before and after a wait for a batch
         self._asked: Any = None
-        finalize(self, _end, self._device, self._held, self._lent)
+        Finalizer(self, _end, self._device, self._held, self._lent)
 
     def close(self) -> None:
         """Wait until nothing is being copied, and let go of the memory."""

@@ -42,7 +42,6 @@ from math import floor, inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import crc32c
 import numpy as np
@@ -61,7 +60,7 @@ from streamloader.storage.buffers import (
     body_crc32c,
     buffers_of,
 )
-from streamloader.storage.process import PerProcess, close_locked, open_to_lock
+from streamloader.storage.process import Finalizer, PerProcess, close_locked, open_to_lock
 from streamloader.storage.url import redact
 
 FOLDER = "streamloader-cache"
@@ -229,7 +228,7 @@ class _Folder:
         self.temporary = self.open_below(TEMPORARY)
 
     def _keep(self, descriptor: int) -> int:
-        finalize(self, os.close, descriptor).atexit = False  # threads may store ranges until the process ends
+        Finalizer(self, os.close, descriptor).atexit = False  # threads may store ranges until the process ends
         return descriptor
 
     def _check(self) -> None:

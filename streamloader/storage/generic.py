@@ -35,7 +35,7 @@ from streamloader.errors import AccessError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, buffers_of
 from streamloader.storage.objects import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
-from streamloader.storage.process import finalize
+from streamloader.storage.process import Finalizer
 from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.url import CHAIN, Location, redact
 
@@ -59,14 +59,14 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     fs, root = url_to_fs(location.target, **options)
     client = _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root or fs.root_marker)
     if protocol != CHAIN:  # a filesystem of our own
-        finalize(client, _release, fs).atexit = False
+        Finalizer(client, _release, fs).atexit = False
     return client
 
 
 def _release(fs: Any) -> None:
     """Free a filesystem without a garbage collection, which closes its session.
 
-    fsspec binds synchronous methods to an asynchronous filesystem, each a cycle. In a forked child, `finalize` keeps
+    fsspec binds synchronous methods to an asynchronous filesystem, each a cycle. In a forked child, `Finalizer` keeps
     it: closing the session would remove the parent's connections from the epoll instance that both processes share.
     """
     for name, value in list(vars(fs).items()):

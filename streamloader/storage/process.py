@@ -97,8 +97,6 @@ def lock_name(name: str) -> socket.socket | None:
 class Owner:
     """The process that created this object."""
 
-    watch: _Watch  # only of `finalize`
-
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
 
@@ -119,29 +117,46 @@ class _Watch(weakref.ref[Any]):
     start = staticmethod(start_new_thread)
 
 
-# Python 3.12 and later start no thread after this, and would print that of each watched object that ends with it.
-atexit.register(setattr, _Watch, "start", is_)
-
-
-def finalize(watched: object, call: Callable[..., None], *held: Any) -> weakref.finalize[..., Any]:
-    """Like `weakref.finalize`, but calls in a thread of its own, and not in a forked child.
+class Finalizer:
+    """Calls a function once: in a thread when an object is gone, or when it is called itself, or else at exit.
 
     What a signal handler raises inside a callback of a weak reference is lost. It raises in the main thread only, and
-    the callback of this reference runs no Python code. A forked child has no threads and may have locked locks.
+    the callback of this reference runs no Python code. A forked child has no threads and may have locked locks: it
+    calls nothing. The exit of `weakref.finalize` fails with "dictionary changed size during iteration" if another
+    thread creates or calls one meanwhile; this one does not.
     """
-    owner = Owner("objects")
-    done = weakref.finalize(owner, _call_here, owner, call, *held)  # which keeps its owner, until it is called
-    owner.watch = _Watch(watched, methodcaller("start", done, ()))
-    return done
+
+    def __init__(self, watched: object, call: Callable[..., None], *held: Any) -> None:
+        self.atexit = True  # whether the function is called at exit
+        watch = _Watch(watched, methodcaller("start", self, ()))
+        _FINALIZERS[self] = (watch, Owner("objects"), call, held)
+
+    def __call__(self) -> None:
+        _, owner, call, held = _FINALIZERS.pop(self, _CALLED)
+        if owner.here:
+            call(*held)
+        else:
+            _INHERITED.append(held)
+
+    def detach(self) -> None:
+        """Let the function be called by nobody."""
+        _FINALIZERS.pop(self, None)
 
 
-def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
-    if owner.here:
-        call(*held)
-    else:
-        _INHERITED.append(held)
+def _finalize_all() -> None:
+    # Python 3.12 and later start no thread after this, and would print that of each watched object that ends with it
+    _Watch.start = is_  # type: ignore[assignment]
+    for each in reversed(list(_FINALIZERS)):
+        if each.atexit:
+            try:
+                each()
+            except Exception:  # noqa: BLE001 - the others are called too
+                sys.excepthook(*sys.exc_info())
 
 
+_CALLED: tuple[Any, ...] = (None, Owner("objects"), tuple, ())
+_FINALIZERS: dict[Finalizer, tuple[Any, ...]] = {}  # what was not called, in the order of creation
+atexit.register(_finalize_all)
 _INHERITED: list[object] = []  # never freed: that would touch resources that the parent uses
 
 

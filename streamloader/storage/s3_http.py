@@ -29,7 +29,7 @@ from urllib3.util import wait_for_read
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Buffer
-from streamloader.storage.process import Owner, finalize
+from streamloader.storage.process import Finalizer, Owner
 from streamloader.storage.retry import HttpError, Patience, Progress
 
 MAX_IDLE = 128
@@ -82,7 +82,7 @@ class Pool:
         self._lock = threading.Lock()
         self._owner = Owner("connections")
         self._proxies: dict[Origin, Proxy | None] = {}
-        finalize(self, _close_all, self._idle)
+        Finalizer(self, _close_all, self._idle)
 
     @contextmanager
     def request(
