@@ -132,14 +132,15 @@ class Finalizer:
         _FINALIZERS[self] = (watch, Owner("objects"), call, held)
 
     def __call__(self) -> None:
-        _, owner, call, held = _FINALIZERS.pop(self, _CALLED)
-        if owner.here:
-            call(*held)
-        else:
-            _INHERITED.append(held)
+        if (found := _FINALIZERS.pop(self, None)) is not None:
+            _, owner, call, held = found
+            if owner.here:
+                call(*held)
+            else:
+                _INHERITED.append(held)
 
     def detach(self) -> None:
-        """Let the function be called by nobody."""
+        """Let nobody call the function."""
         _FINALIZERS.pop(self, None)
 
 
@@ -154,7 +155,6 @@ def _finalize_all() -> None:
                 sys.excepthook(*sys.exc_info())
 
 
-_CALLED: tuple[Any, ...] = (None, Owner("objects"), tuple, ())
 _FINALIZERS: dict[Finalizer, tuple[Any, ...]] = {}  # what was not called, in the order of creation
 atexit.register(_finalize_all)
 _INHERITED: list[object] = []  # never freed: that would touch resources that the parent uses
