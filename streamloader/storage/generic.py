@@ -10,23 +10,25 @@ import asyncio
 import errno
 import fcntl
 import ipaddress
+import json
 import os
 import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from html import unescape
 from inspect import iscoroutinefunction, signature
 from itertools import starmap
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin
 
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
@@ -147,6 +149,13 @@ class FsspecClient:
             return None
         return info if info["type"] == "file" else None
 
+    def _found(self, path: str) -> dict[str, Any]:
+        """Return what fsspec knows about an object. Raises FileNotFoundError if it does not exist."""
+        info = self._info(path)
+        if info is None:
+            raise FileNotFoundError(path)
+        return info
+
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - only S3 has pages
         """Return the objects below a folder, and no token of another page."""
         self.fs.invalidate_cache()
@@ -173,11 +182,24 @@ class FsspecClient:
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | bytes:
         """Write the object if its content is `before`; if not, return what it has, as much as tells."""
+        size = max(body_bytes(data), body_bytes(before)) + 1  # notices a longer object
         with self._lock(path):
-            current = self.get_range(path, 0, max(body_bytes(data), body_bytes(before)) + 1)  # notices a longer object
+            write = self._write_over(path)
+            current = self.get_range(path, 0, size)
             if current == data:  # a retry after a lost response
                 return ""
-            return self.put(path, data) if current == before else bytes(current)
+            if current != before:
+                return bytes(current)
+            try:
+                return write(data)
+            except client_errors() as error:
+                if facts_of(error).status != 412 and not isinstance(error, FileExistsError):
+                    raise
+                return bytes(self.get_range(path, 0, size))  # another writer's, or ours after a lost response
+
+    def _write_over(self, path: str) -> Callable[[Buffer], str]:
+        """Return what writes the object: on stores with conditions, only if nobody has written it since this call."""
+        return partial(self.put, path)
 
     def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - most stores have no locks
         """Return a lock for one writer of the object at a time."""
@@ -213,6 +235,12 @@ class ChainClient(FsspecClient):
 class AzureClient(FsspecClient):
     """adlfs, which reads no tails, and of an empty object no range."""
 
+    def _write_over(self, path: str) -> Callable[[Buffer], str]:
+        from azure.core import MatchConditions
+
+        condition = {"etag": f'"{etag_of(self._found(path))}"', "match_condition": MatchConditions.IfNotModified}
+        return lambda data: etag_of(self._timed("pipe_file", path, body_bytes(data), _joined(data), **condition))
+
     def _cat(self, path: str, start: int, stop: int | None, receiver: Receiver) -> bytes:
         if stop is None:
             info = self.info(path)
@@ -226,6 +254,37 @@ class AzureClient(FsspecClient):
             if info is None or info.size:
                 raise
             return b""
+
+
+class GoogleClient(FsspecClient):
+    """gcsfs, whose writes have no condition but that there is no object."""
+
+    def _write_over(self, path: str) -> Callable[[Buffer], str]:
+        generation = self._found(path)["generation"]
+        seconds = self.policy.deadline
+        return lambda data: etag_of(
+            sync(self.fs.loop, self._upload, path, data, generation, timeout=seconds(body_bytes(data)))
+        )
+
+    async def _upload(self, path: str, data: Buffer, generation: str) -> Any:
+        """Write the object if its generation is that one.
+
+        Source: https://docs.cloud.google.com/storage/docs/json_api/v1/objects/insert
+        """
+        bucket, name, _ = self.fs.split_path(path)
+        url = f"{self.fs.base.removesuffix('storage/v1/')}upload/storage/v1/b/{quote(bucket)}/o"
+        edge = uuid.uuid4().hex
+        parts = (("application/json", json.dumps({"name": name}).encode()), ("application/octet-stream", _joined(data)))
+        body = b"".join(f"--{edge}\r\nContent-Type: {kind}\r\n\r\n".encode() + part + b"\r\n" for kind, part in parts)
+        return await self.fs._call(
+            "POST",
+            url,
+            headers={"Content-Type": f"multipart/related; boundary={edge}"},
+            data=body + f"--{edge}--".encode(),
+            json_out=True,
+            ifGenerationMatch=generation,
+            uploadType="multipart",
+        )
 
 
 class MemoryClient(FsspecClient):
@@ -411,7 +470,14 @@ def checked_redirects(options: Mapping[str, Any], *, same_host: bool) -> dict[st
     return {**options, "client_kwargs": {**client, "trace_configs": [*client.get("trace_configs", ()), trace]}}
 
 
-_CLIENTS = {CHAIN: ChainClient, "az": AzureClient, "file": LocalClient, "http": HttpClient, "memory": MemoryClient}
+_CLIENTS = {
+    CHAIN: ChainClient,
+    "az": AzureClient,
+    "file": LocalClient,
+    "gs": GoogleClient,
+    "http": HttpClient,
+    "memory": MemoryClient,
+}
 
 
 def _links_below(page: str, html: bytes) -> list[str]:

@@ -232,8 +232,8 @@ class Store:
     def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
         """Write the object if its content is `before` or already `data`. Raises `ObjectExistsError` if it is not.
 
-        Atomic on S3 servers that support `If-Match`, in local files and in memory. Elsewhere, a write of another
-        process between our read and write is lost. Raises `NotFoundError` if the object does not exist.
+        Atomic on S3 servers that support `If-Match`, Google Cloud, Azure, in local files and in memory. Elsewhere, a
+        write of another process between our read and write is lost. Raises `NotFoundError` if there is no object.
         """
         replace = partial(self._ask, self._written(path), lambda client, full: client.replace(full, data, before))
         for found in reads(replace):
