@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import crc32c
+import h5py
 import numpy as np
 from sources import CASES, FORMATS, Case, opened, read, samples_of
 
 import streamloader as sl
 from fuzz.edits import Draw, edited_bytes
 from fuzz.targets import TARGETS, Target, allowed, temporary_folder
+from streamloader.conversion.sources.fields import FieldSelection
+from streamloader.conversion.sources.formats import open_source
 
 MOST_ROWS = 500
 
@@ -154,6 +157,38 @@ def source_target(name: str) -> Callable[[Draw], None]:
     return run
 
 
+@cache
+def hdf5_of_records(layout: int) -> tuple[bytes, Path]:
+    """Return an HDF5 file with what only a map function gets, in one of three layouts, and a path for changed ones."""
+    text, items = h5py.string_dtype(), h5py.vlen_dtype(np.dtype(">i2"))
+    inner = np.dtype([("a", "<i4"), ("text", text, (2,))])
+    dtype = np.dtype([("n", "<i2"), ("items", items), ("inner", inner), ("x", "<f4", (3,))])
+    path = temporary_folder() / f"records{layout}.h5"
+    options = ({}, {"chunks": True}, {"chunks": True, "compression": "gzip", "shuffle": True})[layout]
+    with h5py.File(path, "w") as file:
+        records = file.create_dataset("records", (9,), dtype, **options)
+        table = file.create_dataset("table", (9, 2), items, **options)
+        references = file.create_dataset("references", (9,), h5py.ref_dtype, **options)
+        for row in range(9):
+            records[row] = (row, np.arange(row), (row, ["a", f"text {row}"]), [1, 2, 3])
+            table[row] = [np.arange(2), np.arange(row)]
+            references[row] = table.ref
+    return path.read_bytes(), path
+
+
+def hdf5_records(draw: Draw) -> None:
+    """Records, tables of variable length and references of HDF5, as a map function gets them."""
+    data, path = hdf5_of_records(draw.below(3))
+    path.write_bytes(edited_bytes(data, draw))
+    with allowed():
+        _, source = open_source(path, "hdf5", {}, FieldSelection(mapped=True))
+        for rows in (np.arange(min(source.num_samples, MOST_ROWS)), np.arange(min(source.num_samples, 2))):
+            if len(rows):
+                bad: list[Any] = []
+                columns = read(source, rows, bad.append)
+                assert {len(column) for column in columns.values()} == {len(rows) - len(bad)}
+
+
 def arrays(draw: Draw) -> None:
     """A Zarr store that others wrote, read in place: its documents and its chunks."""
     folder, fields = draw.choice(
@@ -196,7 +231,7 @@ def register() -> None:
     for name in sorted({case.format for case in CASES.values()}):
         function = source_target(name)
         TARGETS[f"source_{name}"] = Target(lambda data, function=function: function(Draw(data)), (b"", b"\0\0\1"))
-    for function in (arrays, parquet_references):
+    for function in (arrays, hdf5_records, parquet_references):
         TARGETS[function.__name__] = Target(lambda data, function=function: function(Draw(data)))
 
 
