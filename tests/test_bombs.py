@@ -366,6 +366,21 @@ def test_a_length_in_hdf5_that_only_a_map_function_reads_is_checked(kind, chunke
         sl.convert(tmp_path / "a.h5", tmp_path / "out", **options)
 
 
+def test_a_value_in_hdf5_that_all_parts_of_a_record_share_counts_for_each(tmp_path):
+    dtype = np.dtype([(f"part {number}", h5py.string_dtype()) for number in range(8)])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = [1]
+        file.create_dataset("x", (1,), dtype)[0] = ("v" * (8 * MIB), *["v"] * 7)
+        at = file["x"].id.get_offset()
+    data = bytearray((tmp_path / "a.h5").read_bytes())
+    data[at : at + 8 * 16] = bytes(data[at : at + 16]) * 8
+    (tmp_path / "a.h5").write_bytes(data)
+    options = {"map": lambda sample: {"y": sample["y"]}, "workers": 0}
+    with pytest.raises(SourceError, match="values of 25165824 bytes, at most 16777216 are decoded"):
+        sl.convert(tmp_path / "a.h5", tmp_path / "out", **options, source_options={"max_decoded": "16MiB"})
+    assert sl.convert(tmp_path / "a.h5", tmp_path / "out", **options).num_samples == 1
+
+
 def test_a_chunk_of_packed_texts_of_hdf5_may_be_larger_than_a_small_limit(tmp_path):
     texts = [f"{number}" for number in range(4096)]
     with h5py.File(tmp_path / "a.h5", "w") as file:

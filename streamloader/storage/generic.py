@@ -195,7 +195,8 @@ class FsspecClient:
             except client_errors() as error:
                 if facts_of(error).status != 412 and not isinstance(error, FileExistsError):
                     raise
-                return bytes(self.get_range(path, 0, size))  # another writer's, or ours after a lost response
+            current = self.get_range(path, 0, size)  # another writer's, or ours after a lost response
+            return "" if current == data else bytes(current)
 
     def _write_over(self, path: str) -> Callable[[Buffer], str]:
         """Return what writes the object: on stores with conditions, only if nobody has written it since this call."""
@@ -243,10 +244,8 @@ class AzureClient(FsspecClient):
 
     def _cat(self, path: str, start: int, stop: int | None, receiver: Receiver) -> bytes:
         if stop is None:
-            info = self.info(path)
-            if info is None:
-                raise FileNotFoundError(path)
-            start, stop = max(0, info.size + start), info.size
+            size = _object_info(path, self._found(path)).size
+            start, stop = max(0, size + start), size
         try:
             return super()._cat(path, start, stop, receiver)
         except ValueError:

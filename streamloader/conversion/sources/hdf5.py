@@ -381,13 +381,14 @@ def _check_items(raw: BlockFile, dataset: Any, where: str, start: int, stop: int
     of values for ever.
     """
     _check_chunks(dataset, where, start, stop, limit=limit)
-    size = raw.info.size
+    size, count, total = raw.info.size, 0, 0
     for items, item in _stored_items(raw, dataset, start, stop):
         stated = items["length"].astype(np.int64) * item
         if (stated > size).any():
             raise damaged(f"{where}: a value states {stated.max()} bytes, the file has {size}")
-        if stated.sum() > size:  # several rows may share a value
-            check_decoded(f"{where} has {len(stated)} values of", int(stated.sum()), limit)
+        count, total = count + len(stated), total + int(stated.sum())
+        if total > size:  # several rows, and parts of a record, may share a value
+            check_decoded(f"{where} has {count} values of", total, limit)
         for address in {*items["collection"][items["length"] > 0].tolist()} - raw.checked:
             _check_collection(raw, dataset.file, where, address)
             raw.checked.add(address)
