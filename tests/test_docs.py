@@ -85,8 +85,8 @@ class Reader:
         client.close()
         self.printed = {README: self.run(README)}  # the other pages take the dataset that it converts
 
-    def run(self, page: Path) -> list[str]:
-        """Run a page and return what each of its blocks printed."""
+    def run(self, page: Path, limit: float = 300) -> list[str]:
+        """Run a page, for as many seconds at most, and return what each of its blocks printed."""
         work = self._folder / page.stem
         shutil.copytree(self._photos, work / "photos")
         (work / "examples").symlink_to(ROOT / "examples")
@@ -97,7 +97,7 @@ class Reader:
         # forked, since torch is imported here already
         process = multiprocessing.get_context("fork").Process(target=run_page, args=arguments)
         process.start()
-        process.join(300)
+        process.join(limit)
         process.kill()
         process.join()
         assert process.exitcode == 0, out.with_suffix(".log").read_text()[-4000:]
@@ -119,10 +119,10 @@ def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):
     check(page, reader)
 
 
-def check(page: Path, reader: Reader) -> None:
-    """Run a page unless it was run, and compare what it printed."""
+def check(page: Path, reader: Reader, limit: float = 300) -> None:
+    """Run a page, for as many seconds at most, unless it was run, and compare what it printed."""
     if page not in reader.printed:
-        reader.printed[page] = reader.run(page)
+        reader.printed[page] = reader.run(page, limit)
     for part, printed in zip(blocks(page), reader.printed[page], strict=True):
         if part.output is not None:
             pattern = re.escape(part.output.strip()).replace(r"\.\.\.", ".*")
