@@ -16,15 +16,16 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-faults test-horovod fuzz soak
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and the tests (about twelve minutes)"
+	@echo "make test         lint, types and the quick tests (about eight minutes)"
 	@echo "make test-python  what may differ there on another Python: make test-python PYTHON=python3.13"
 	@echo "make test-python-all  all tests on another Python"
-	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
-	@echo "make test-long    what is marked long, and all examples of properties: in the same environment, half an hour"
+	@echo "make test-integrations  engines on real clusters, frameworks, kills, schedules, fuzzing: in an environment of its own"
+	@echo "make test-long    what is marked long, all pages of the documentation too: in the same environment, an hour and a half"
+	@echo "make test-examples  all examples of properties: in the same environment"
 	@echo "make test-faults  each kind of fault of a store at each rate for each task, outages, kills: two hours"
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
@@ -72,8 +73,11 @@ test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long and not alone'
 
 test-long: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m '(long or hypothesis) and not alone' --hypothesis-profile=long
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long --ignore=tests/integrations/test_fault_table.py
+	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m 'long and not alone'
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'long and not alone' --ignore=tests/integrations/test_fault_table.py
+
+test-examples: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests $(PARALLEL) -m 'hypothesis and not alone' --hypothesis-profile=long
 
 # what measures time runs after the cells, one at a time; then the page gets the results
 FAULTS := STREAMLOADER_FAULT_RESULTS=$(CURDIR)/bench/results/faults.jsonl $(INTEGRATIONS)/bin/python -m pytest

@@ -1,4 +1,4 @@
-"""How much of a property or a product the tests try: a part in `make test`, all of it in `make test-long`."""
+"""How much of a property or a product the tests try: a part in `make test`, the rest in `make test-long`."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ LONG = pytest.mark.long
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis draws for a test that takes long: a fifth, or all with its profile "long"."""
+    """How many examples hypothesis draws for a test that takes long: a fifth, or all in `make test-examples`."""
     return count if settings.get_current_profile_name() == "long" else max(5, count // 5)
 
 

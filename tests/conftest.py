@@ -3,6 +3,7 @@
 import os
 import signal
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # machines are shared: how long an example takes says nothing; with CI set, hypothesis draws the same examples each time
 settings.register_profile("unhurried", parent=settings(), deadline=None)
-settings.register_profile("long", parent=settings.get_profile("unhurried"))  # all of what amounts.py reduces
+settings.register_profile("long", parent=settings.get_profile("unhurried"))  # of make test-examples
 settings.load_profile("unhurried")
 
 
@@ -34,7 +35,7 @@ PYTHON += ["workers", "zarr_codecs"]
 FIRST = ["docs", "arrays", "ddp", "pages", "outages", "engine_workers", "executor", "convert_sources", "bench"]
 FIRST += ["sources_text", "storage_faults", "workers", "killed_conversions", "engines", "frameworks", "run_memory"]
 FIRST += ["conversion_memory", "bad_destinations", "cli", "arrays_faults", "transform", "references"]
-FIRST += ["streaming_dataset", "leaks", "device_schedules", "jax_tensorflow", "worlds"]
+FIRST += ["streaming_dataset", "leaks", "device_schedules", "schedules", "jax_tensorflow", "worlds"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -43,9 +44,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("python")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before `-m 'not long'` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files by how long they take."""
+    """Mark what `quick` leaves to `make test-long`, and order the files by how long they take."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and item.get_closest_marker("long") is None:
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > quick.args[0]:
+                item.add_marker("long")
     rank = {f"test_{name}.py": number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 

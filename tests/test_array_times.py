@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 import zarr
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr_stores import samples_of
@@ -59,7 +60,7 @@ def axes(draw):
     return times[::-1].copy() if draw(st.booleans()) else times
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(axes(), st.sampled_from(["length", "forecast", "leads"]), st.integers(1, 3), st.integers(1, 2), st.booleans())
 def test_durations_hold_at_every_anchor_and_the_others_are_counted(tmp_path_factory, times, kind, history, lead, daily):
     url = write(tmp_path_factory.mktemp("x") / "x.zarr", times)
@@ -133,6 +134,7 @@ def test_descending_times_give_targets_after_inputs(tmp_path):
     assert windows_of(levels, windows=sl.Window(history=2, lead=1))[0][0] == ([0, 1], [2])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("patches", [None, sl.Patch({"y": 8, "x": 40}), sl.Patch({"y": 8, "x": 8})])
 @pytest.mark.parametrize("windows", [sl.Window(history="3h", lead="2h"), sl.Window(history=2, lead=1), sl.Window(4)])
 def test_boxes_of_descending_times_are_in_the_order_of_time(windows, patches, tmp_path):
@@ -235,6 +237,7 @@ def test_a_coordinate_above_the_group_counts_for_it_and_levels_are_found_beside_
 CALENDARS = ["standard", "proleptic_gregorian", "noleap", "all_leap", "360_day", "julian"]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("calendar", CALENDARS)
 @pytest.mark.parametrize(
     "where",
@@ -263,6 +266,7 @@ def test_the_standard_calendar_is_mixed_with_and_without_the_attribute(tmp_path)
         assert sorted(windows_of(url, where=slice(date, date))[0]) == [50]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["time_of_year", "time_of_day"])
 @pytest.mark.parametrize("calendar", CALENDARS)
 def test_fractions_of_times_are_below_one_in_every_calendar(name, calendar, tmp_path):

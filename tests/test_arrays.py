@@ -26,6 +26,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*(lanes|blocks are read)")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("store", PLAIN)
 def test_the_expected_values_are_those_of_xarray(store):
     with warnings.catch_warnings():
@@ -38,6 +39,7 @@ def test_the_expected_values_are_those_of_xarray(store):
             np.testing.assert_allclose(wanted, values_of(store, name).astype("f4"), rtol=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("store", "world"), covering(GRIDS, [1, 2, 3, 8]))
 def test_windows_have_the_values_of_xarray_at_any_world_size_and_across_a_resume(store, world):
     options = {"sample_axis": "time", "windows": sl.Window(3), "batch_size": 2, "seed": 5}
@@ -77,6 +79,7 @@ def _leads(lead):
     return lead if isinstance(lead, tuple) else range(1, lead + 1)
 
 
+@pytest.mark.long
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(store=st.sampled_from(GRIDS), sampling=samplings(), data=st.data())
 def test_random_windows_and_patches_have_the_values_of_xarray(store, sampling, data):
@@ -226,6 +229,7 @@ def chunks_of_one(folder: Path, count: int) -> dict[str, np.ndarray]:
     return {"plain": values["plain"], "packed": values["packed"].astype("f4") / 2}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_samples_that_are_chunks_stay_right_if_the_consumer_changes_its_batches(tmp_path, world):
     """They are decoded into their batch, and padding repeats samples of an earlier one."""
@@ -243,6 +247,7 @@ def test_samples_that_are_chunks_stay_right_if_the_consumer_changes_its_batches(
         assert sorted(seen) == list(range(13))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("patches", [None, sl.Patch({"lat": 5, "lon": 6}, random=True)])
 def test_blocks_that_fit_in_memory_are_kept_and_read_once(patches, tmp_path, monkeypatch):
     monkeypatch.setattr(Budget, "reuses_blocks", False)  # the next epoch would use blocks of the window
@@ -283,6 +288,7 @@ def test_ranks_keep_the_blocks_that_they_read_in_any_epoch():
     assert all(dataset.stats().requests <= chunks + 8 for dataset in datasets)
 
 
+@pytest.mark.long
 def test_a_damaged_chunk_that_is_a_sample_fails_its_own_step_only(tmp_path):
     """Single samples are decoded many steps together; those before the damaged one are returned."""
     values = chunks_of_one(tmp_path / "x.zarr", 96)
@@ -442,6 +448,7 @@ def test_labels_outside_the_times_are_an_error_that_names_them():
         sl.StreamingDataset(url_of("xarray3.zarr"), batch_size=1, sample_axis="time", where=slice("2002-01", "2002-03"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rounded", ["up", "down"])
 @pytest.mark.parametrize("random", [False, True])
 def test_levels_of_an_image_of_odd_size_are_registered(rounded, random, tmp_path):

@@ -59,6 +59,7 @@ def edited(path: Path, change) -> None:
     path.write_text(json.dumps(document))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["xarray2_unconsolidated.zarr", "python3.zarr"])
 def test_a_store_in_a_bucket_gives_the_same_values(store, s3):
     url = upload(s3, store)
@@ -73,6 +74,7 @@ def test_a_store_in_a_bucket_gives_the_same_values(store, s3):
     assert dataset.stats().client.startswith("http: S3")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_dataloader_workers_read_all_windows_once(method):
     dataset = sl.StreamingDataset(url_of("xarray3.zarr"), **TIME, windows=sl.Window(3), with_index=True)
@@ -82,6 +84,7 @@ def test_dataloader_workers_read_all_windows_once(method):
     assert sorted(int(sample["index"]) for sample in samples_of(batches)) == anchors(3, 1)
 
 
+@pytest.mark.long
 def test_an_icechunk_repository_is_read_by_workers_that_are_not_forked():
     dataset = sl.StreamingDataset(url_of("icechunk"), **TIME, with_index=True)
     with warnings.catch_warnings():
@@ -106,6 +109,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(("store", "chunk"), [("xarray2.zarr", "z/1.0.0.0"), ("python3.zarr", "t2m/c/1/0/0")])
 def test_a_damaged_chunk_is_an_error_that_names_it(store, chunk, damage, tmp_path):
@@ -118,6 +122,7 @@ def test_a_damaged_chunk_is_an_error_that_names_it(store, chunk, damage, tmp_pat
 PASSING = ["short", "flip", "damage", "zero", "empty", "gzip", "416", "204", "503"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fault", PASSING)
 @pytest.mark.parametrize("plane", ["s3", "http", "fsspec"])
 def test_metadata_that_were_damaged_once_on_their_way_are_read_again(plane, fault):
@@ -142,6 +147,7 @@ def test_a_chunk_that_is_read_to_know_whether_any_exists_is_asked_for_again(tmp_
         assert dataset.stats().missing_chunks
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("field", ["z", "sharded"])
 def test_a_pass_that_ends_while_it_is_unknown_whether_any_chunk_exists_leaves_no_thread(field, tmp_path):
     store = copied(tmp_path, "xarray3.zarr")
@@ -197,6 +203,7 @@ def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):
             list(sl.StreamingDataset(tmp_path / "xarray3.zarr", **TIME))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -285,6 +292,7 @@ def test_times_that_descend_are_in_order(tmp_path):
     assert sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time", windows=windows).num_samples == 19
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [8, longer(1)])
 def test_memory_holds_for_regions(tmp_path, steps):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
@@ -311,6 +319,7 @@ print(peak() - before)
     assert int(run_python("-c", script, tmp_path / "x.zarr", memory, steps).stdout) < memory + (60 << 20)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("more", [0, 2, 16, 64])
 def test_any_memory_that_is_enough_at_first_is_enough_later(more, tmp_path):
     """Samples are chunks; from some size on all blocks are kept."""

@@ -247,6 +247,7 @@ def test_extension_points_may_be_named_by_text(tmp_path):
     assert batch["x"].tolist() == list(range(9))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("version", [2, 3])
 def test_arrays_without_dimensions_are_channels(version, tmp_path):
     """xarray's scalar coordinates: indexing such an array gives a copy, which stayed unread."""
@@ -269,6 +270,7 @@ def test_arrays_without_dimensions_are_channels(version, tmp_path):
     assert [found[name]["mean"] for name in names] == [2, 3.5, 4.5, 6]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("write", ["dimension_names", "_ARRAY_DIMENSIONS"])
 def test_repeated_dimension_names_are_dimensions_of_their_own(write, tmp_path):
     values = np.arange(4.0 * 6 * 6 * 5).reshape(4, 6, 6, 5)
@@ -343,6 +345,7 @@ def test_integers_beside_a_constant_channel_are_exact(constant, tmp_path):
     assert batch["a"].tolist() == batch["channels"][:, 0].tolist() == [3, 5]
 
 
+@pytest.mark.long
 def test_missing_values_satisfy_no_comparison_but_inequality(tmp_path):
     """As in xarray, to which fill values and NaT are missing."""
     stored = xr.Dataset(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zarr
-from amounts import covering
+from amounts import covering, examples
 from commands import run
 from folder_server import folder_server
 from hypothesis import given, settings
@@ -94,6 +94,7 @@ SAMPLES = {  # with the offsets of the elements of each
 ORDERS = {"default": True, "in order": False, "large": sl.Shuffle(block=40, lanes=4), "lanes": sl.Shuffle(lanes=5)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("samples", "order", "workers"), covering(SAMPLES, ORDERS, [0, 2]))
 def test_chunks_that_are_kept_are_read_once_in_all_epochs_as_planned(store, samples, order, workers):
     folder, values = store
@@ -116,6 +117,7 @@ def test_chunks_that_are_kept_are_read_once_in_all_epochs_as_planned(store, samp
     assert planned.kept
 
 
+@pytest.mark.long
 def test_each_rank_reads_once_what_it_keeps(store):
     folder, _ = store
     options = {"batch_size": 8, "fields": ("a",), "shuffle": sl.Shuffle(block=8, lanes=2)}
@@ -155,6 +157,7 @@ def test_chunks_of_a_pass_that_ended_early_are_read_again_only_if_their_blocks_w
     assert len(again.keys() | before.keys()) == COUNT // STEPS
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damaged", [1, 3])
 def test_blocks_that_share_chunks_of_a_pass_that_ended_early_are_right(tmp_path, damaged):
     """A block whose chunks earlier blocks claimed reads those that these could not read."""
@@ -197,6 +200,7 @@ def test_a_chunk_that_was_damaged_is_read_again_in_memory_that_is_kept(tmp_path,
     dataset.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", [True, sl.Shuffle(lanes=3)])
 def test_constants_and_patches_are_right_in_memory_that_is_kept(store, shuffle):
     folder, values = store
@@ -272,7 +276,8 @@ def covered(reader, ref, others):
                     yield region, number, place
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.quick(2)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_what_other_blocks_have_is_copied_and_only_the_rest_is_read(store, kind, data):
@@ -306,6 +311,7 @@ def test_what_other_blocks_have_is_copied_and_only_the_rest_is_read(store, kind,
     assert chosen == every - set(covered(reader, mine, others))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("kind", "block"), [("windows", 8), ("channels", 8), ("patches", 144)])
 def test_blocks_in_memory_save_chunks_of_others(store, kind, block, workers, monkeypatch):
@@ -340,6 +346,7 @@ def steps(tmp_path_factory):
     return folder, {"a": values}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shuffle", "workers"), covering([False, sl.Shuffle(lanes=1)], [0, 2]))
 def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers, monkeypatch):
     folder, values = steps
@@ -364,6 +371,7 @@ def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(st
     assert sum(read[1:]) <= 1.15 * 2 * len(values["a"]) + 8 * 35
 
 
+@pytest.mark.long
 def test_several_ranks_in_order_read_what_their_batches_need(steps):
     folder, _ = steps
     options = {"shuffle": False, "batch_size": 16, "fields": ("a",), "memory": 38_000_000}
@@ -390,6 +398,7 @@ def declared(folder, chunk, count, **options):
     return sl.NumpyDataset(folder, batch_size=64, sample_axis="time", **options)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("chunk", "windows", "order"),
     [
@@ -411,6 +420,7 @@ def test_the_default_order_has_lanes_that_fit_and_blocks_as_long_as_windows_need
         assert (params.block, params.lanes, params.window) == order
 
 
+@pytest.mark.long
 def test_a_state_keeps_the_order_that_it_was_saved_with(tmp_path):
     options = {"sample_axis": "time", "windows": sl.Window(8), "with_index": True, "strict": False}
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from amounts import examples
 from commands import run
 from conversions import contents, module_at
 from golden import EXPECTED as GOLD
@@ -62,6 +63,7 @@ def assert_error_is(error, expected):
     assert len(text) < 1000
 
 
+@pytest.mark.quick(56)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bad_dataset_gives_its_error_when_it_is_opened_or_read(name):
     expected = EXPECTED[name]
@@ -74,6 +76,7 @@ def test_a_bad_dataset_gives_its_error_when_it_is_opened_or_read(name):
     assert_error_is(caught.value, expected)
 
 
+@pytest.mark.quick(34)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bad_dataset_gives_its_error_when_it_is_streamed(name, shuffle):
@@ -130,6 +133,7 @@ def peaks(names):
     return grown
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on data is Linux's")
 def test_no_bad_dataset_takes_much_memory():
     """Bombs claim from 64 MiB to exabytes."""
@@ -144,7 +148,7 @@ FREE = {field: expected_column("free", field) for field in GOLD["free"]["fields"
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_damaged_object_gives_the_same_data_or_a_clear_error(data):
     path = data.draw(st.sampled_from(sorted(OBJECTS)))
     damaged = bytearray(OBJECTS[path])
@@ -170,7 +174,7 @@ MAKE_BAD = module_at(V1 / "make_bad.py")
 
 
 @given(st.sampled_from(["free", "one"]), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_chunk_whose_checksums_fit_reads_as_something_or_is_a_clear_error(base, data):
     """An attacker's frames and lengths: the decoders may not crash, and what is read has the right shape."""
     files = MAKE_BAD.Files(base)

@@ -153,6 +153,7 @@ def damaged(data, rng):
     return bytes(changed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("src", DAMAGED)
 def test_damage_to_any_file_of_a_source_is_at_most_an_error_that_names_it(src, tmp_path):
     path, mark, inner = src.partition("::")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import transform_tasks
 import zarr
-from amounts import covering
-from hypothesis import given
+from amounts import covering, examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -130,6 +130,7 @@ DAMAGE += [("vec", "missing"), ("large", "missing"), ("name", "missing")]
 CAUSES = [*map(" ".join, DAMAGE), "decode", "transform"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("cause", "kind", "workers"), covering(CAUSES, KINDS, [0, 2]))
 def test_bad_samples_are_left_out_and_all_others_are_as_they_were(cause, kind, workers, written, tmp_path):
     field, _, how = cause.partition(" ")
@@ -167,6 +168,7 @@ def test_bad_samples_are_left_out_and_all_others_are_as_they_were(cause, kind, w
     dataset.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_with_bad_samples_resume_exactly_at_any_world_size(kind, written, tmp_path):
     def make(rank: int, size: int) -> Any:
@@ -217,6 +219,7 @@ def test_the_rows_of_masked_samples_are_the_same_at_any_world_size(written):
     assert {number for _, number in seen[0]} == {*UNDECODABLE}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["flip", "missing"])
 def test_a_field_that_is_held_in_memory_is_left_out_where_it_is_damaged(how, written, tmp_path):
     path = Path(copytree(written(("held", "vec")), tmp_path / "d"))
@@ -235,6 +238,7 @@ def test_a_field_that_is_held_in_memory_is_left_out_where_it_is_damaged(how, wri
     assert all(batch["valid"].all() and not batch["error"].any() for batch in good)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_small_steps_that_are_gathered_together_replace_within_their_step(workers, written, tmp_path):
     path = Path(copytree(written(("vec", "tok")), tmp_path / "d"))
@@ -254,6 +258,7 @@ def test_small_steps_that_are_gathered_together_replace_within_their_step(worker
         dataset.close()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"transform": transform_tasks.raises_on_undecodable}])
 def test_single_samples_are_left_out(options, workers, written):
@@ -343,6 +348,7 @@ def test_a_pass_that_bad_samples_ended_yields_nothing_more(written):
         next(batches)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", ["folder", "s3"])
 def test_a_log_in_a_store_has_an_object_for_each_step_and_a_resumed_run_writes_it_again(place, written, tmp_path, moto):
     if place == "s3":
@@ -384,6 +390,7 @@ def test_a_log_that_cannot_be_written_is_a_warning(written, tmp_path):
         assert run(written(), lambda i: i == 3, error_log=tmp_path / "file" / "bad.jsonl") == 12
 
 
+@pytest.mark.long
 def test_workers_of_a_dataloader_log_their_bad_samples(written, tmp_path):
     log = tmp_path / "bad.jsonl"
     dataset = sl.StreamingDataset(
@@ -412,6 +419,7 @@ def test_a_mixture_names_the_source_of_a_bad_sample(written, tmp_path):
     assert all(line["object"].startswith(f"{bad}/image/c/") for line in lines)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("memory", [None, "64MB"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("windows", [None, sl.Window(3), sl.Window(history=2, lead=2)])
@@ -456,6 +464,7 @@ def test_samples_of_arrays_that_need_a_damaged_chunk_are_left_out(shard, windows
     dataset.close()
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_replacement_is_another_good_row_of_the_step_and_a_function_of_seed_epoch_and_position(data):
     count, step_rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 12))
@@ -534,6 +543,7 @@ class NotUtf8(str):
         return b"caf\xe9"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fields_of_a_sample_stay_together_where_texts_are_invalid_beside_a_damaged_chunk(kind, tmp_path):
     count, invalid = 1100, {*range(5, 1100, 50)}
@@ -560,6 +570,7 @@ def doubled(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"label": np.array([sample["label"] for sample in samples])}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_that_replaces_another_shares_nothing_with_it(written, workers):
     url = written(("image", "label"), UNDECODABLE)

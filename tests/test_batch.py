@@ -104,6 +104,7 @@ def test_the_sample_that_is_not_what_its_field_says_is_named(spec, good, bad, pa
         column(spec, [good, b"", bad, bad, good], DirtyBuffers(), pack)  # the second one that is cut mends the sum
 
 
+@pytest.mark.long
 def test_batches_whose_size_varies_share_their_memory():
     rng = np.random.default_rng(0)
     counters = Counters()
@@ -130,6 +131,7 @@ def test_the_memory_that_is_leased_is_at_most_a_quarter_more():
         assert nbytes <= memoryview(base).nbytes <= max(1.25 * nbytes, nbytes + 64)
 
 
+@pytest.mark.long
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory):
@@ -170,6 +172,7 @@ def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory)
                 assert [part.tolist() for part in parts] == [truth[name][i].tolist() for i in index]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("spec", "codec"), [("ragged:int32", "none"), ("ragged:int32", "zstd"), ("int32[300]", "none")]
 )

@@ -73,6 +73,7 @@ def check(dataset: Any) -> dict[str, Any]:
     return columns
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(
     "options",
     [

@@ -141,6 +141,7 @@ def test_rounds_interleave_and_repeat_only_the_best_worker_count():
     assert not any(step.contestant.extra.get("ceiling") == "image" for step in by_cell["images"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("workload", "count"), [("vectors", 300), ("tokens", 300), ("jpeg", 50), ("mixed", 300)])
 def test_raw_data_is_the_same_each_time_and_whole(workload, count, tmp_path, photos):
     """`jpeg` and `mixed` on two small photographs, since the real ones are a download."""
@@ -205,6 +206,7 @@ def test_random_crops_stay_inside_and_have_the_stated_areas():
             assert top >= 0 and left >= 0 and top + h <= height and left + w <= width and h > 0 and w > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mixed", "least", "most"), [(True, 0.8, 1.2), (False, 90, 101)])
 def test_epochs_are_whole_and_their_order_is_seen_and_batches_must_be_tensors(tmp_path, capsys, mixed, least, most):
     import torch
@@ -378,6 +380,7 @@ def test_the_ratio_is_of_medians_over_the_best_of_the_others_and_failures_are_na
     assert (tmp_path / "conversion.png").stat().st_size > 5000
 
 
+@pytest.mark.long
 def test_our_contestants_write_what_they_are_given(tmp_path):
     raw = prepare("tokens", 200, tmp_path / "data")
     array = tmp_path / "array"
@@ -547,6 +550,7 @@ def test_what_the_loader_feeds_comes_first_and_nothing_begins_near_the_end(tmp_p
     assert stream.getvalue().count("no time left") == 2 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_quick_run_trains_on_the_cpu_from_data_to_page(tmp_path, photos):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "photos").symlink_to(photos)

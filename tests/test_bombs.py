@@ -316,6 +316,7 @@ def results(tmp_path_factory):
     return {name: result for name, *result in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_source_that_decodes_to_gigabytes_takes_bounded_memory(name, results):
     code, problem, grown = results[name]
@@ -324,6 +325,7 @@ def test_a_source_that_decodes_to_gigabytes_takes_bounded_memory(name, results):
     assert grown < GROWTH, f"{grown >> 20} MiB; {problem}"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [page, runs, partial(arrow, kind="zstd", said=ZEROS)])
 def test_what_the_limit_refuses_is_converted_with_the_option_of_the_message(make, tmp_path):
     (tmp_path / "src").mkdir()

@@ -55,6 +55,7 @@ def shards_read(counting):
     return sorted({path for path, _, _ in counting.reads})
 
 
+@pytest.mark.quick(2)
 def test_both_have_the_values_of_every_field(stored):
     url, options = stored
     ds = sl.open(url, storage_options=options)
@@ -149,6 +150,7 @@ print(float(lazy["x"].isel(sample=slice(60, 70)).max().compute(scheduler="synchr
 """
 
 
+@pytest.mark.quick(1)
 def test_another_process_computes_what_was_pickled(stored):
     url, options = stored
     ds = sl.open(url, storage_options=options)

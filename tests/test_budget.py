@@ -98,6 +98,7 @@ def test_a_step_of_the_buckets_has_some_parts_of_equal_size_on_all_ranks(batch, 
     assert rows <= 8 * batch
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=examples(40))
 @given(budgets())
 def test_steps_fit_into_the_budget_and_have_each_sample_once_on_all_ranks(made):
@@ -123,6 +124,7 @@ def test_steps_fit_into_the_budget_and_have_each_sample_once_on_all_ranks(made):
     assert counts == {steps} or share.remainder == "uneven"
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=examples(40))
 @given(budgets())
 def test_the_samples_of_the_steps_are_those_of_the_buckets_in_their_order(made):
@@ -158,6 +160,7 @@ def test_a_run_goes_on_from_any_step_with_other_ranks_and_another_budget(made, d
     assert share.starts_from(position).tolist() == [start for start in starts if start >= position]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=examples(40))
 @given(budgets(), st.integers(0, 40))
 def test_a_schedule_by_a_budget_has_each_row_in_an_open_block(made, begun):
@@ -166,6 +169,7 @@ def test_a_schedule_by_a_budget_has_each_row_in_an_open_block(made, begun):
         check_schedule(each, 1, begun)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", range(20, 44, 4))
 def test_padding_may_end_in_a_turn_of_a_source_that_the_step_has_no_more_of(count):
     table = np.arange(200) % 7 + 1
@@ -213,6 +217,7 @@ def batches(dataset: sl.NumpyDataset, state: dict[str, Any] | None = None) -> li
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_have_the_same_number_of_steps_and_each_sample_once(size, workers, texts):
@@ -235,6 +240,7 @@ def test_ranks_have_the_same_number_of_steps_and_each_sample_once(size, workers,
         begin += len(step)
 
 
+@pytest.mark.long
 def test_batches_have_little_padding_and_are_nearly_full():
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 60_000).astype(np.int64).clip(1, 4000)
     order, most = EpochOrder(60_000, OrderParams(64, 16, 512), 0, 0), 16384
@@ -248,6 +254,7 @@ def test_batches_have_little_padding_and_are_nearly_full():
     assert padded.mean() > 0.85 * most
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stop", [1, 6, 17])
 def test_a_run_resumes_exactly_at_each_batch_and_at_another_world_size(stop, size, texts):
@@ -266,6 +273,7 @@ def test_a_run_resumes_exactly_at_each_batch_and_at_another_world_size(stop, siz
         assert sorted(number for rank in rest for batch in rank for number in batch) == left
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_share_the_rest_of_a_step_repeat_some_samples(texts):
     dataset = opened(texts, total=100)
     for _, _ in zip(range(200), dataset, strict=False):
@@ -292,6 +300,7 @@ def test_ranks_that_cannot_share_the_rest_of_a_step_repeat_some_samples(texts):
             ask()
 
 
+@pytest.mark.long
 def test_steps_are_known_left_out_and_delivered_again(texts):
     dataset = opened(texts)
     whole = batches(dataset)
@@ -325,6 +334,7 @@ def test_budgets_work_with_weights_exclusions_bad_samples_and_padding_to_a_multi
         assert batch["tokens"].size <= 1200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mixed", "homogeneous"])
 def test_a_mixture_has_batches_by_a_budget(kind, texts, tmp_path):
     with sl.Writer(tmp_path / "d", {"tokens": "ragged:int32", "label": "int64"}, num_samples=300) as out:
@@ -406,6 +416,7 @@ def test_states_with_and_without_a_budget_are_of_different_runs(texts):
             other.load_state_dict(one.state_dict())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("given", [{"max_tokens": 1200}, {}])
 def test_a_persistent_worker_takes_the_buckets_of_a_loaded_state(given, texts):
     options = {"batch_size": 48, "world": (0, 1), **BUDGET, **ALL, **given, "num_workers": 0}
@@ -422,6 +433,7 @@ def test_a_persistent_worker_takes_the_buckets_of_a_loaded_state(given, texts):
     assert sorted(seen + rest) == list(range(N))
 
 
+@pytest.mark.long
 def test_a_plan_tells_the_padding_of_batches_by_a_budget(texts):
     options = ForecastOptions(batch_size=48, fields=("tokens",), bucket_by="tokens", bucket_steps=40, max_tokens=1200)
     within, without = forecast(texts, options).padding
@@ -445,6 +457,7 @@ def test_budgets_that_cannot_be_kept_are_errors(given, error, message, texts):
         opened(texts, **given)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("budget", [False, True])
 def test_planning_for_64_ranks_takes_no_more_memory_than_it_declares(mixed, budget):

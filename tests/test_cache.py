@@ -302,6 +302,7 @@ class Damaged(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
+@pytest.mark.long
 def test_whatever_happens_to_its_files_a_cache_returns_the_right_bytes_within_its_limit(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     machine = type("Damaged", (Damaged,), {"folder": tmp_path})
@@ -370,6 +371,7 @@ def test_threads_of_a_process_fetch_each_range_once_too(tmp_path):
     assert len(source.fetched) == 20
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("patient_locks")
 def test_processes_that_fill_a_cache_together_stay_within_its_limit(tmp_path):
     limit, blocks = 24 * 4096, 200
@@ -434,6 +436,7 @@ def killed_at(at: int, work: Callable[[], None]) -> bool:
     return came
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [3, longer(1)])
 @pytest.mark.parametrize("filled", [False, True], ids=["empty", "full"])
 def test_a_kill_at_any_system_call_costs_misses_only(tmp_path, filled, step):
@@ -583,6 +586,7 @@ class Reference:
         return False
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("limit", "reads"), [(7, 60), (110, 250)], ids=["small", "with slack"])
 @pytest.mark.parametrize("seed", [1, 2, *map(longer, range(3, 40))])
 def test_an_eviction_is_beladys_choice_over_all_datasets(tmp_path, monkeypatch, limit, reads, seed):
@@ -741,6 +745,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.long
 def test_a_full_and_a_read_only_disk_cost_misses_only(tmp_path):
     run = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", IN_NAMESPACE, str(tmp_path)]
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])

@@ -137,6 +137,7 @@ def digests(dataset: Any, count: int = 2) -> list[str]:
     return [digest([digest(batch) for batch in dataset]) for _ in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "order"), covering([0, 2], [SHUFFLE, sl.Shuffle(lanes=3), False]))
 def test_only_the_requests_depend_on_the_cache(server, tmp_path, nothing_kept, workers, order):
     (plain,) = open_ranks(server, shuffle=order, num_workers=workers)
@@ -162,6 +163,7 @@ def test_only_the_requests_depend_on_the_cache(server, tmp_path, nothing_kept, w
         assert ("from the cache" in str(stats)) and ("100% hits" in str(stats)) == bool(run)
 
 
+@pytest.mark.long
 def test_a_loader_with_all_in_the_cache_does_not_notice_an_outage(folder, tmp_path, nothing_kept, caplog):
     with folder_server(folder) as server:
         (dataset,) = open_ranks(server, cache=sl.Cache(tmp_path, free=0))
@@ -189,6 +191,7 @@ def reads_of_epochs(open_loaders: Callable[[], list[Any]]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("share", "ranks", "workers"), covering([0.25, 0.5, 0.75, 1.0], [1, 2], [0, 2], together=1))
 def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, caplog, share, ranks, workers):
     options = ForecastOptions(world_size=ranks, ranks_here=ranks, batch_size=16, shuffle=SHUFFLE)
@@ -202,6 +205,7 @@ def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothin
     assert (share < 1) or (requests, planned.requests) == (0, (0, 0, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [longer(0.25), 0.5])
 def test_a_cache_of_a_mixture_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, share):
     options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",))
@@ -217,6 +221,7 @@ def test_a_cache_of_a_mixture_hits_as_often_as_the_plan_says(folder, server, tmp
     assert requests == pytest.approx(sum(planned.requests[:2]), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [longer(0.25), 0.5])
 def test_a_cache_of_arrays_hits_as_often_as_the_plan_says(server, tmp_path, nothing_kept, share):
     group = zarr.open_group(server.folder / f"arrays{share}", mode="w", zarr_format=3)
@@ -269,6 +274,7 @@ def test_a_node_reads_its_part_of_the_blocks_again_whichever_ranks_it_has(nodes)
         assert len(first & second) / len(first) == pytest.approx(1 / nodes, abs=0.03)
 
 
+@pytest.mark.long
 def test_of_a_large_dataset_a_part_is_simulated(monkeypatch, folder):
     options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",), cache=3_000_000)
     whole = forecast(str(folder / "data"), options).cache
@@ -301,6 +307,7 @@ def start_rank(*arguments: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent)
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_node_fetch_each_range_once(server, tmp_path):
     # they all read all of it, as an evaluation does, at the same time
     with ExitStack() as stack:
@@ -313,6 +320,7 @@ def test_the_ranks_of_a_node_fetch_each_range_once(server, tmp_path):
     assert len(shards) == len(set(shards)) > 0
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_in_its_first_epoch_goes_on_with_what_it_had_read(server, tmp_path, nothing_kept):
     (plain,) = open_ranks(server)
     expected = digests(plain, 2)
@@ -327,6 +335,7 @@ def test_a_run_that_was_killed_in_its_first_epoch_goes_on_with_what_it_had_read(
     dataset.close()
 
 
+@pytest.mark.long
 def test_what_was_damaged_on_its_way_does_not_stay_in_the_cache(server, tmp_path, nothing_kept):
     (plain,) = open_ranks(server)
     expected = digests(plain, 2)
@@ -368,6 +377,7 @@ def test_the_workers_of_a_dataloader_have_the_lanes_of_their_node():
     assert np.flatnonzero(node.lanes(24, node.node)).tolist() == sorted([*range(2, 24, 4), *range(3, 24, 4)])
 
 
+@pytest.mark.long
 def test_mixtures_joins_and_random_access_read_by_the_cache(server, tmp_path, nothing_kept):
     cache = sl.Cache(tmp_path, free=0)
     sources = {f"{server.url}/data": 2, sl.Source(f"{server.url}/more"): 1}
@@ -405,6 +415,7 @@ def spans(server: FolderServer) -> set[tuple[str, int]]:
     return found
 
 
+@pytest.mark.long
 def test_after_an_append_only_what_is_new_is_requested_and_nothing_of_what_was_overwritten_is_served(
     folder, server, tmp_path, nothing_kept
 ):
@@ -435,6 +446,7 @@ def test_after_an_append_only_what_is_new_is_requested_and_nothing_of_what_was_o
     assert digests(dataset, 1) == digests(plain, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["spawn", longer("forkserver")])
 def test_the_workers_of_a_dataloader_read_by_the_cache_however_they_are_started(server, tmp_path, method):
     options = {"name": "rows", "with_index": True, "cache": sl.Cache(tmp_path, free=0)}
@@ -449,6 +461,7 @@ def test_the_workers_of_a_dataloader_read_by_the_cache_however_they_are_started(
     assert data_gets(server) == []
 
 
+@pytest.mark.long
 def test_arrays_of_others_are_cached_if_they_do_not_change(tmp_path, nothing_kept):
     group = zarr.open_group(tmp_path / "arrays", mode="w", zarr_format=3)
     data = np.random.default_rng(0).random((200, 16, 16), np.float32)

@@ -6,7 +6,8 @@ from fractions import Fraction
 import cftime
 import numpy as np
 import pytest
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.zarr.calendar import DAY, HOUR, MISSING, TimeUnits
@@ -64,6 +65,7 @@ def test_fractions_of_days_and_hours_are_the_time_that_was_meant(calendar, unit,
     assert times.tolist() == [found.origin + day * DAY + tens * 10**7, MISSING, MISSING, MISSING]
 
 
+@settings(max_examples=examples(100))
 @given(calendars, st.lists(st.tuples(days, st.integers(0, DAY - 1)), min_size=1, max_size=20))
 def test_fractions_of_the_year_and_the_day_are_those_of_cftime(name, moments):
     calendar = TimeUnits.parse("days since 1-1-1", name)

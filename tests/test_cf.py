@@ -5,7 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import FormatError
@@ -15,6 +16,7 @@ DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "f4", "f8"]
 numbers = st.one_of(st.integers(-100, 100).map(float), st.sampled_from([0.01, -2.5, 1e-3, 280.0]))
 
 
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from(DTYPES),
     st.fixed_dictionaries(

@@ -92,6 +92,7 @@ def storage(options):
     return [f"--storage-option={name}={value}" for name, value in texts.items()]
 
 
+@pytest.mark.long
 def test_a_bucket_is_reached_by_storage_options(photos, seaweedfs, capsys):
     options, url = storage(seaweedfs.storage_options), seaweedfs.url("photos")
     assert run(capsys, "convert", photos, url, "--workers", "1", *options)[0] == 0
@@ -170,6 +171,7 @@ def test_a_failed_conversion_prints_one_line(case, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 def test_the_error_of_a_store_is_one_line(command, photos, seaweedfs, capsys):
     url = seaweedfs.url("out")
@@ -217,6 +219,7 @@ def maps_shared_memory(pid):
     return any("/dev/shm" in line and not line.endswith(" (deleted)") for line in lines)
 
 
+@pytest.mark.long
 def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp_path):
     """Of a conversion the process that leads it is killed, and of the one that resumes it a worker."""
     sl.convert(photos, tmp_path / "whole", layout=sl.Layout(shard_size=2 << 10), split="train=0.8,val=0.2", workers=0)
@@ -244,6 +247,7 @@ def blocks_sigint(pid):
     return bool(blocked and int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_prints_how_to_resume(photos, tmp_path):
     out, held = tmp_path / "out", tmp_path / "held"
@@ -327,6 +331,7 @@ def test_a_failed_bench_prints_one_line(arguments, message, numbers, tmp_path, c
     assert message in fails(capsys, "bench", *filled)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_bench_at_once(numbers, capsys, monkeypatch):
     shown = threading.Event()

@@ -77,6 +77,7 @@ def flat(batches: list[list[Any]]) -> list[Any]:
 # ---- frames
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"memory": "24MB"}, {"shuffle": False}])
 def test_an_epoch_has_each_clip_once_and_its_frames_are_those_of_the_whole_file(options, workers, url, every):
@@ -95,6 +96,7 @@ def test_an_epoch_has_each_clip_once_and_its_frames_are_those_of_the_whole_file(
     assert (seen == expected) == (options == {"shuffle": False})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_clips_come_from_a_cache(workers, url, tmp_path):
     expected = [batch["video"] for batch in dataset(url)]
@@ -108,6 +110,7 @@ def test_clips_come_from_a_cache(workers, url, tmp_path):
             assert all(path.endswith("zarr.json") for path in paths) == (epoch == 1)
 
 
+@pytest.mark.long
 def test_clips_of_videos_of_any_key_frames_are_those_of_the_whole_file(tmp_path):
     made = [videos.encode(kind, 40, seed=seed) for seed, kind in enumerate(videos.MORE_KINDS)]
     made += [videos.encode(kind, 40, seed=7).replace(b"stss", b"free") for kind in ("hevc", "mpeg4")]
@@ -300,6 +303,7 @@ def test_items_are_the_same_after_pickling_and_from_split_requests(long):
 # ---- the order
 
 
+@pytest.mark.long
 def test_global_batches_are_the_same_at_any_number_of_ranks(url):
     whole = read(url, batch_size=12, remainder="drop")
     assert len(whole) == 5
@@ -311,6 +315,7 @@ def test_global_batches_are_the_same_at_any_number_of_ranks(url):
         assert [sorted(flat([rank[step] for rank in ranks])) for step in range(len(whole))] == [*map(sorted, whole)]
 
 
+@pytest.mark.long
 def test_a_run_resumes_exactly_at_any_world_size(url):
     whole = read(url, batch_size=12, remainder="drop")
     for stop in (1, 4):
@@ -326,6 +331,7 @@ def test_a_run_resumes_exactly_at_any_world_size(url):
         assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [*map(sorted, whole[stop:])]
 
 
+@pytest.mark.long
 def test_steps_are_known_skipped_and_repeated(url):
     whole = read(url, remainder="drop")
     with closing(dataset(url, remainder="drop")) as ds:
@@ -342,6 +348,7 @@ def test_a_state_belongs_to_its_clips(change, url):
     dataset(url).load_state_dict(state)
 
 
+@pytest.mark.long
 def test_videos_are_selected_and_deleted(url, tmp_path):
     whole = set(flat(read(url)))
     assert set(flat(read(url, where="label >= 3", exclude=[5]))) == {c for c in whole if c[0] >= 3 and c[0] != 5}
@@ -364,6 +371,7 @@ def test_a_mixture_has_the_clips_of_its_sources(url):
     assert sum(label < 4 for batch in batches for label in batch["label"].tolist()) == 4
 
 
+@pytest.mark.long
 def test_indexes_of_several_videos_in_a_chunk_are_those_of_the_videos(tmp_path):
     made = [videos.encode("h264", 4 + number, seed=number) for number in range(3)]
     chosen = np.arange(200) * 7 % 3
@@ -473,6 +481,7 @@ def height(sample: Any) -> dict[str, Any]:
     return {"height": len(sample["video"][0])}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transform", [None, height])
 def test_the_memory_of_a_batch_of_larger_videos_than_were_measured_is_counted(transform, sizes):
     given = {**MEASURED, "batch_size": 8, "memory": "40MB", "transform": transform}
@@ -488,6 +497,7 @@ def test_the_memory_of_a_batch_of_larger_videos_than_were_measured_is_counted(tr
             assert [set(batch["index"]) for batch in itertools.islice(ds, 3)] == [{0}, {1}, {2}]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_transform_gets_clips_of_different_sizes(workers, sizes):
     given = {**MEASURED, "clips": {"video": sl.Clips(3)}, "batch_size": 39, "num_workers": workers}

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import crc32c
 import numpy as np
 import pytest
+from amounts import examples
 from format_data import CODECS, column_of, fields, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ def body_of(layout, column):
 
 
 @given(fields, st.sampled_from(CODECS), st.integers(1, 40), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_chunk_gives_back_its_samples_and_fill(field, codec, chunk, data):
     rows = data.draw(st.integers(1, chunk))
     layout, column = layout_of(field, chunk, codec), column_of(field, rows)
@@ -103,7 +104,7 @@ def test_the_same_samples_give_the_same_bytes_on_every_thread(codec):
 
 
 @given(st.sampled_from(CODECS), st.booleans(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_damaged_bodies_are_errors_or_other_values_but_never_a_crash(codec, variable, data):
     field = Field("bytes") if variable else UINT8
     layout = layout_of(field, 32, codec)

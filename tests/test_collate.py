@@ -12,7 +12,8 @@ import collate_tasks
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -83,6 +84,7 @@ def expected(values: Sequence[np.ndarray], pad: Pad) -> np.ndarray:
 PADS = [Pad(), Pad(-1, "left"), Pad(7, to=16, mask=True), Pad(to=(8, 24, 64)), Pad(3, "left", (10, 20), truncate=True)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("pad", PADS)
 def test_padded_rows_have_the_values_of_their_samples_and_the_padding_elsewhere(pad, workers, path):
@@ -100,6 +102,7 @@ def test_padded_rows_have_the_values_of_their_samples_and_the_padding_elsewhere(
         assert "tokens_offsets" not in batch
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lists_and_nested_tensors_have_the_values_of_each_sample(workers, path):
     rules = {"tokens": "nested", "boxes": "list"}
@@ -113,6 +116,7 @@ def test_lists_and_nested_tensors_have_the_values_of_each_sample(workers, path):
                 assert np.array_equal(np.asarray(row), value(name, number))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_images_that_keep_their_sizes_are_padded_or_a_list(layout, workers, path):
@@ -134,6 +138,7 @@ def test_images_that_keep_their_sizes_are_padded_or_a_list(layout, workers, path
             assert (outside == 9).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_transform_returns_is_padded_listed_or_nested_by_name(workers, path):
     rules = {"wave": Pad(-1, to=8, mask=True), "grid": Pad(axes=2), "parts": "list", "jagged": "nested"}
@@ -151,6 +156,7 @@ def test_what_a_transform_returns_is_padded_listed_or_nested_by_name(workers, pa
             assert np.array_equal(batch["jagged"].unbind()[row].numpy(), made["jagged"])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("transform", [None, collate_tasks.doubled])
 def test_a_function_gets_the_samples_of_a_batch_and_makes_its_columns(transform, workers, path):
@@ -228,6 +234,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one.dtype == other.dtype and torch.equal(one, other))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bad", [None, "mask", "replace"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("rules", RULES)
@@ -378,6 +385,7 @@ def unchanged(sample):
     return sample
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transform", [None, unchanged])
 @pytest.mark.parametrize("rule", ["list", "nested", "pad"])
 def test_what_is_valid_of_boxes_is_collated_as_the_boxes_are(path, rule, transform):
@@ -392,6 +400,7 @@ def test_what_is_valid_of_boxes_is_collated_as_the_boxes_are(path, rule, transfo
         assert rule != "pad" or other["boxes_valid"].shape == other["boxes"].shape[:2]
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_arrays_are_padded_along_their_first_axes(data):
     axes = data.draw(st.integers(1, 3))

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import transform_tasks
 from added import COUNT, FIELDS, SMALL, add, base_columns, given_columns, new_columns, written
+from amounts import examples
 from commands import run
 from conversions import Stop, contents, dying, meanwhile
 from golden import V1, assert_same
@@ -44,7 +45,8 @@ def data(tmp_path):
     return written(tmp_path / "data", FIELDS, base_columns(0, COUNT))
 
 
-@settings(max_examples=5)
+@pytest.mark.long
+@settings(max_examples=examples(5))
 @given(steps=st.lists(st.sampled_from([0, 1, 7, 20]), min_size=1, max_size=4), first=st.sampled_from([1, 15, 16, 33]))
 def test_fields_and_samples_add_up_and_every_version_stays_readable(tmp_path_factory, steps, first):
     """A step of 0 adds a field, any other one that many samples."""
@@ -110,6 +112,7 @@ def test_the_digest_of_a_version_with_added_fields_is_that_of_the_specification(
     assert found["digest"] == sl.open(tmp_path).digest == PINNED
 
 
+@pytest.mark.long
 def test_a_split_gets_fields_and_the_others_stay(tmp_path, data):
     sl.convert(data, tmp_path / "parts", split="a=0.6,b=0.4", layout=SMALL, workers=0)
     before = sl.open(tmp_path / "parts", split="b").digest
@@ -120,6 +123,7 @@ def test_a_split_gets_fields_and_the_others_stay(tmp_path, data):
     assert sl.verify(tmp_path / "parts").ok
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fields", [None, ["x"]])
 def test_a_state_from_before_fields_were_added_goes_on_without_them(fields, data):
     options = {"batch_size": 8, "with_index": True, "num_workers": 0, "fields": fields and iter(fields)}
@@ -138,6 +142,7 @@ def test_a_state_from_before_fields_were_added_goes_on_without_them(fields, data
         assert all(np.array_equal(one[name], other[name]) for name in one if not isinstance(one[name], list))
 
 
+@pytest.mark.long
 def test_samples_that_are_appended_later_have_the_added_fields(data, tmp_path):
     sl.add_columns(data, given_columns(COUNT), workers=0)
     fields = FIELDS | {name: str(field) for name, field in sl.open(data).fields.items()}
@@ -167,6 +172,7 @@ def table(path, **columns):
     return path
 
 
+@pytest.mark.long
 def test_the_rows_of_a_file_are_the_samples_in_order(data, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(COUNT))
     sl.add_columns(data, {"other": tmp_path / "a.npy"}, workers=0)
@@ -186,6 +192,7 @@ KEYS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KEYS), ("text", 2)])
 def test_a_file_is_joined_by_a_key(kind, workers, data, tmp_path):
     on, key = KEYS[kind]
@@ -198,6 +205,7 @@ def test_a_file_is_joined_by_a_key(kind, workers, data, tmp_path):
     assert sl.open(data).manifest.provenance["columns_added"][0]["on"] == on
 
 
+@pytest.mark.long
 def test_samples_with_equal_keys_get_the_same_row(tmp_path):
     sl.convert({"k": np.arange(40) % 3}, tmp_path / "data", workers=0)
     path = table(tmp_path / "t.parquet", k=[2, 0, 1], name=["two", "zero", "one"])
@@ -205,6 +213,7 @@ def test_samples_with_equal_keys_get_the_same_row(tmp_path):
     assert sl.open(tmp_path / "data")[:]["name"] == [("zero", "one", "two")[i % 3] for i in range(40)]
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(0, 30)), st.permutations(range(31)), st.booleans())
 def test_each_key_gets_its_row(wanted, found, text):
     keys = [
@@ -262,6 +271,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_added_is_an_error_and_changes_nothing(case, data, tmp_path):
     make, kind, message = WRONG[case]
@@ -282,6 +292,7 @@ def test_an_empty_dataset_gets_no_fields(tmp_path):
 # --- functions
 
 
+@pytest.mark.long
 def test_a_function_computes_fields_from_batches_of_samples(data, tmp_path):
     calls = []
 

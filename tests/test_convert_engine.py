@@ -32,6 +32,7 @@ def local(tmp_path):
     return run
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_every_task_runs_once(workers, local):
     run = local({}, count=100, workers=workers)

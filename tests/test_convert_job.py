@@ -35,6 +35,7 @@ def columns_of(src):
     return [path.read_bytes() for path in paths], [classes.index(path.parent.name) for path in paths]
 
 
+@pytest.mark.quick(2)
 def test_images_come_back_byte_for_byte_on_every_store(photos, store_url):
     url, options = store_url
     report = sl.convert(photos, url, layout=replace(SMALL, shard_size=8192), workers=0, storage_options=options)
@@ -50,6 +51,7 @@ def test_images_come_back_byte_for_byte_on_every_store(photos, store_url):
     assert all("/c/" in path or path.endswith("zarr.json") for path in left), left
 
 
+@pytest.mark.long
 def test_bytes_do_not_depend_on_workers(photos, tmp_path):
     for workers in (0, None):
         sl.convert(
@@ -58,6 +60,7 @@ def test_bytes_do_not_depend_on_workers(photos, tmp_path):
     assert contents(tmp_path / "0") == contents(tmp_path / "None")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("split", [None, "train=0.75,val=0.25"])
 @pytest.mark.parametrize("shards", [0, 1, 5])
 def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(shards, split, photos, tmp_path):
@@ -80,6 +83,7 @@ def test_finished_shards_are_not_written_again(overwrite, photos, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", ["deleted", "cut", "receipt"])
 def test_a_shard_unlike_its_receipt_is_written_again(damage, photos, tmp_path, expected):
     interrupted(photos, tmp_path / "out", 3)
@@ -95,6 +99,7 @@ def test_a_shard_unlike_its_receipt_is_written_again(damage, photos, tmp_path, e
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("split", [None, "train=0.75,val=0.25"])
 def test_a_conversion_killed_in_its_last_steps_is_resumed(split, photos, tmp_path):
     out = tmp_path / "out"
@@ -143,6 +148,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "finishing"), [*((one, False) for one in CHANGES), ("gone", True), ("size", True), ("touched", True)]
 )
@@ -221,6 +227,7 @@ def take_over(out):
     write_document(out, {**job, "run": {**job["run"], "id": "elsewhere"}})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"overwrite": True, "split": "a=0.5,b=0.5"}])
 def test_a_second_run_at_one_destination_fails_while_the_first_is_alive(options, photos, tmp_path, expected):
     out = tmp_path / "out"
@@ -236,6 +243,7 @@ def test_a_second_run_at_one_destination_fails_while_the_first_is_alive(options,
         assert contents(out) == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("phase", ["write", "finish"])
 @pytest.mark.parametrize("options", [{}, {"overwrite": True, "split": "a=0.5,b=0.5"}])
 def test_a_run_that_another_machine_takes_over_stops_and_changes_nothing(options, phase, photos, tmp_path, monkeypatch):

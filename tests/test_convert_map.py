@@ -58,6 +58,7 @@ def batch_as_json(batch: dict[str, Any]) -> dict[str, list[str]]:
     return {"seen": [as_json(dict(zip(batch, row, strict=True)))["seen"] for row in rows]}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "batch", "workers"), covering(["parquet", "feather", "jsonl", "objects"], [None, 3], [0, 2])
 )

@@ -16,6 +16,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from amounts import examples
 from commands import run
 from conversions import SMALL, Exported, contents, interrupted, module_at, write_photos
 from hypothesis import given, settings
@@ -166,6 +167,7 @@ def test_a_function_makes_batches_and_fields_are_chosen_of_what_it_makes(arrays,
     assert np.array_equal(ds.read("x", 0, ROWS), source[:, :20].astype(np.float32))
 
 
+@pytest.mark.long
 def test_a_module_in_the_working_directory_is_found_also_by_workers(arrays, tmp_path, monkeypatch):
     (tmp_path / "my_own_map.py").write_text("def f(sample):\n    return {'m': sample['n'] + 1}\n")
     monkeypatch.chdir(tmp_path)
@@ -298,6 +300,7 @@ OTHER_OPTIONS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", OTHER_OPTIONS)
 def test_other_options_neither_resume_nor_accept_what_is_there(case, arrays, tmp_path):
     options = {"map": functools.partial(spread, by=2), "cache_key": "2", "layout": SMALL, "workers": 0}
@@ -402,6 +405,7 @@ def test_other_dicts_are_errors(given, message, tmp_path):
         convert(given, tmp_path / "out", workers=0)
 
 
+@pytest.mark.long
 def test_a_script_needs_no_guard_of_its_main_module(tmp_path):
     (tmp_path / "script.py").write_text(
         "import numpy as np, streamloader as sl\n"
@@ -417,6 +421,7 @@ def test_a_script_needs_no_guard_of_its_main_module(tmp_path):
     assert "f is defined in the program that runs, __main__; define its" in message and "workers=0" in message
 
 
+@pytest.mark.long
 def test_a_function_of_a_notebook_is_told_to_move_to_a_file(tmp_path):
     script = (
         "import numpy as np, streamloader as sl\n"
@@ -456,6 +461,7 @@ def opened(data):
     return Image.open(io.BytesIO(data))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("resize", "size"), [(20, (27, 20)), ("20x10", (10, 20)), ((20, 10), (10, 20)), (1000, None)])
 def test_images_are_resized_and_keep_their_format(resize, size, photos, tmp_path):
     ds = made(photos, tmp_path, resize=resize)
@@ -539,6 +545,7 @@ def test_16_bits_of_grey_are_scaled_to_a_jpeg_and_kept_in_a_png(options, expecte
 MODES = ["1", "L", "LA", "La", "I", "I;16", "I;16B", "F", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("mode", [*MODES, "CMYK", "YCbCr", "LAB", "HSV"])
 def test_an_image_object_of_any_mode_keeps_its_colour(mode, tmp_path):
     colour = Image.new("RGB", (4, 4), (204, 51, 102))  # in the palette of mode P
@@ -656,6 +663,7 @@ class WithNumber(torch.utils.data.Subset):
         return [self[number] for number in numbers]
 
 
+@pytest.mark.long
 def test_a_subclass_or_a_transform_that_was_set_later_changes_the_samples(photos, tmp_path):
     later = DatasetFolder(photos)
     later.target_transform = lambda label: label + 10
@@ -686,6 +694,7 @@ def test_a_shuffle_is_a_permutation_that_only_the_seed_decides(count, seed, data
     assert order == [row for row in rows.read(0, count).tolist() if row in chosen], "a split keeps the order of all"
 
 
+@settings(max_examples=examples(100))
 @given(st.integers(1, 60), st.booleans(), st.data())
 def test_bad_rows_are_left_out_and_only_the_last_ones_move(count, shuffled, data):
     rows = SampleRows.of(range(count), 5 if shuffled else None)
@@ -726,6 +735,7 @@ BAD = ("ant/03.png", "ant/19.png", "bee/18.png")
 GOOD = 37
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("split", "workers", "on_error"), [(None, 2, "skip"), ("train=0.8,val=0.2", 0, "quarantine")])
 def test_bad_samples_are_left_out_named_and_counted(split, workers, on_error, photos, tmp_path):
     spoil(photos, *BAD)
@@ -759,6 +769,7 @@ def test_all_samples_bad_is_an_error_that_says_why(photos, tmp_path):
         convert(photos, tmp_path / "out", on_error="skip", layout=SMALL, workers=0)
 
 
+@pytest.mark.long
 def test_a_resumed_conversion_may_skip_or_raise(photos, tmp_path, monkeypatch):
     spoil(photos, *BAD)
     with pytest.raises(SourceError, match=r"bee/18\.png|ant"):
@@ -775,6 +786,7 @@ class Stop(Exception):
     """A kill at some write of the destination."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_conversion_with_bad_samples_killed_at_any_write_is_resumed(seed, photos, tmp_path, monkeypatch):
     spoil(photos, *BAD)

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
+from amounts import examples
 from faulty import QuietHandler, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,9 +51,10 @@ def test_every_format_has_its_cases():
     assert folders == {case.format for case in CASES.values()} == set(formats.FORMATS)  # litdata: by its own package
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("src", READABLE)
 @given(data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_any_rows_read_alone_or_after_pickling_are_the_same(src, data):
     source, every = opened(f"{FORMATS}/{src}", CASES[src].fields), CASES[src].expected()["samples"]
     paths = [info.path for info in source.files]
@@ -67,6 +69,7 @@ def test_any_rows_read_alone_or_after_pickling_are_the_same(src, data):
 
 
 # of S3's servers one: that they answer alike is what the tests of storage show
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("root_url", ["memory", "file", "seaweedfs"], indirect=True)
 def test_a_source_is_the_same_below_every_url(store_url):
     url, options = store_url
@@ -93,6 +96,7 @@ OTHER_PROCESSES = ("csv/input", "jsonl/input", "webdataset/compressed", "zarr/in
 OTHER_PROCESSES += ("hdf5/input/parts",)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("src", READABLE)
 def test_a_conversion_has_the_same_samples(src, tmp_path):
     message = CASES[src].expected()
@@ -125,6 +129,7 @@ def test_braces_expand_like_webdatasets():
         list(expand_braces("{0..99999999999}"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", ["memory", "s3", "file"])
 def test_a_name_with_brackets_is_meant_literally_where_it_exists_and_else_a_pattern(scheme, moto, tmp_path):
     options = moto.storage_options if scheme == "s3" else {}
@@ -156,6 +161,7 @@ def test_a_name_with_brackets_is_meant_literally_where_it_exists_and_else_a_patt
     assert listed("*/t.npy") == names[:2]
 
 
+@pytest.mark.long
 def test_the_query_of_a_presigned_url_is_no_pattern(tmp_path):
     """And no message has it."""
     seen = []

@@ -64,6 +64,7 @@ LATE = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", LATE)
 def test_a_value_that_no_sampled_line_has_is_a_bad_sample(case, tmp_path):
     usual, late, message = LATE[case]

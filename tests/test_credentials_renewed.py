@@ -70,6 +70,7 @@ def dataset(moto):
     return url
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", tokens.KINDS)
 def test_keys_that_expire_in_the_middle_of_an_epoch_are_renewed(kind, server, dataset, monkeypatch):
     server.left = 10
@@ -78,6 +79,7 @@ def test_keys_that_expire_in_the_middle_of_an_epoch_are_renewed(kind, server, da
     assert server.refused <= 64 * server.tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["process", *map(longer, ("function", "container", "web identity", "sso"))])
 def test_keys_that_expire_in_the_middle_are_renewed_in_every_kind_of_work(kind, server, moto, tmp_path, monkeypatch):
     options = server.options(kind, monkeypatch)
@@ -86,6 +88,7 @@ def test_keys_that_expire_in_the_middle_are_renewed_in_every_kind_of_work(kind, 
     assert server.tokens <= server.given <= 4 * server.tokens + 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", longer("web identity")])
 def test_keys_are_renewed_in_worker_processes(kind, server, moto, tmp_path, monkeypatch):
     options = server.options(kind, monkeypatch)
@@ -106,6 +109,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
@@ -125,6 +129,7 @@ def test_keys_that_expire_are_renewed_in_workers_of_a_data_loader(kind, method, 
     assert server.given <= 3 * (server.tokens + 2)
 
 
+@pytest.mark.long
 def test_a_function_that_other_processes_cannot_load_is_called_in_this_one(server, dataset, monkeypatch, tmp_path):
     options = server.options("function", monkeypatch)
     private = {**options, "credential_provider": lambda: tokens.ask(server.endpoint)}
@@ -245,6 +250,7 @@ def test_a_source_that_hangs_is_an_error_within_a_stated_time(monkeypatch):
     go.set()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", tokens.KINDS)
 def test_a_renewal_that_fails_ends_the_run_with_its_reason(kind, server, moto, tmp_path, monkeypatch):
     options = server.options(kind, monkeypatch)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from datasets import encoded, picture, within
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -47,6 +48,7 @@ def test_numbers_and_boxes_are_pinned():
     assert boxes == [(56, 47, 318, 313), (25, 47, 332, 384), (22, 47, 321, 413)]
 
 
+@settings(max_examples=examples(100))
 @given(SIDE, SIDE, ROW, st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0.2, 5), st.floats(0.2, 5))
 def test_a_random_box_lies_within_the_image_and_the_bounds(height, width, row, a, b, r, s):
     crop = RandomResizedCrop(scale=(min(a, b), max(a, b)), ratio=(min(r, s), max(r, s)))
@@ -217,6 +219,7 @@ def decode(decoder: ImageDecoder, data: bytes, sample: int = 0) -> np.ndarray[An
     return decoder.decode(memoryview(data), sample).astype(np.int64)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("crop", [None, "center", "random", RandomResizedCrop(flip=1)])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -243,6 +246,7 @@ def test_a_crop_is_that_of_the_whole_picture(photographs, size):
         assert np.abs(decode(decoder, data, sample) - expected).mean() < 6
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sampling", [0, 1, 2])
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_that_are_not_decoded_change_nothing(photographs, size, sampling, monkeypatch):
@@ -287,6 +291,7 @@ def test_normalising_changes_the_numbers_only(photographs):
             assert np.abs(got - pixels).max() < (1e-3 if decoder.opencv or size is None else 80)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("normalize", [None, "imagenet"])
 def test_a_thread_that_has_begun_takes_no_more_memory(photographs, normalize):
     decoder = ImageDecoder.choose(Decode(size=(224, 224), crop="random", normalize=normalize))
@@ -310,6 +315,7 @@ def test_an_image_comes_straight_into_the_batch(photographs):
             assert (batch[[0, 2]] == 7).all()
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (3, 5)])
 @pytest.mark.parametrize("crop", [None, CenterCrop(0.01), RandomResizedCrop(ratio=(0.01, 100))])
 def test_the_smallest_images_have_crops_too(shape, crop):
@@ -320,6 +326,7 @@ def test_the_smallest_images_have_crops_too(shape, crop):
                 assert np.abs(decode(decoder, data, sample) - 200).max() <= 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("crop", [None, "center", "random"])
 def test_unusual_files_are_decoded_as_pillow_does(photographs, crop):
     with Image.open(io.BytesIO(photographs[0])) as image:
@@ -335,9 +342,9 @@ def test_unusual_files_are_decoded_as_pillow_does(photographs, crop):
         "png": (rgb, "png", {}),
         "palette": (rgb.convert("P"), "png", {}),
     }
-    for name, (image, kind, settings) in files.items():
+    for name, (image, kind, options) in files.items():
         out = io.BytesIO()
-        image.save(out, kind, **settings)
+        image.save(out, kind, **options)
         best, _, pillow = (decode(d, out.getvalue()) for d in decoders(Decode(size=(100, 140), crop=crop)))
         assert np.abs(best - pillow).mean() < 8, name
         assert abs((best - pillow).mean()) < 1, name
@@ -354,6 +361,7 @@ def with_orientation(kind: str, turn: int, pixels: np.ndarray[Any, Any] = SMOOTH
     return out.getvalue()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("turn", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_an_image_is_what_its_exif_orientation_says_before_it_is_cropped(kind, turn):
@@ -414,6 +422,7 @@ def test_an_orientation_is_found_wherever_pillow_finds_it(place):
         assert np.abs(np.asarray(image, np.int64) - expected).mean() < 3
 
 
+@pytest.mark.long
 def test_floats_take_no_more_memory_than_is_claimed():
     out = io.BytesIO()
     Image.new("F", (1000, 1000), 0.5).save(out, "tiff", compression="tiff_adobe_deflate")
@@ -436,6 +445,7 @@ def test_damaged_exif_data_are_no_error(tail, head):
     assert 1 <= orientation(head + tail) <= 8
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("normalize", [None, "imagenet"])
 @pytest.mark.parametrize("crop", [None, "random", "center"])
 def test_an_incomplete_image_is_an_error(photographs, crop, normalize):
@@ -483,6 +493,7 @@ def test_two_headers_that_disagree_are_refused(photographs):
                     decoder.decode(memoryview(data), 0)
 
 
+@pytest.mark.long
 def test_a_bomb_takes_no_memory(photographs):
     good = photographs[0]
     at = good.index(b"\xff\xc0") + 5

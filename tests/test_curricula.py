@@ -85,6 +85,7 @@ def together(url: str, kind: Any, size: int, state: Any = None, steps: int = 18,
     return [sorted(flat(step)) for step in zip(*parts, strict=True)], ranks[0].state_dict()
 
 
+@pytest.mark.quick(1)
 @TWICE
 @KINDS
 @BY
@@ -100,6 +101,7 @@ def test_a_curriculum_is_the_same_at_any_number_of_ranks_and_resumes_at_another(
         assert begun + rest == whole
 
 
+@pytest.mark.quick(1)
 @KINDS
 def test_workers_skipped_steps_replays_and_the_plan_agree_with_a_curriculum(url, kind):
     given: dict[str, Any] = {"by": "samples", "later": (150, 270)}
@@ -138,6 +140,7 @@ def test_a_number_of_elements_is_reached_at_one_position(phases, elements):
     assert not position or elements_before(position - 1, weights, means) < elements
 
 
+@pytest.mark.long
 def test_a_schedule_by_samples_or_tokens_is_one_by_steps_at_the_position(url):
     short, long = float(LENGTHS[SHORT].mean()), float(LENGTHS[~SHORT].mean())
     by_steps = take(iter(curriculum(by_length(url), "steps", (10, 20))), 30)
@@ -153,6 +156,7 @@ def test_a_schedule_by_samples_or_tokens_is_one_by_steps_at_the_position(url):
     assert other.state_dict()["phases"] == ds.state_dict()["phases"]  # the same positions change nothing
 
 
+@pytest.mark.long
 def test_the_tokens_seen_before_a_change_are_those_of_the_schedule(url):
     batches = islice(curriculum(by_length(url), "tokens", (3000, 15000), unit=2), 200)
     tokens, before = 0, {}  # the tokens before the last batch of each kind: of the first source, of both

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from format_data import ALL_KINDS, Counting, columns_of, equal, geometry_of, memory_store, public, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ def test_a_sample_is_the_row_of_every_column(index):
 
 
 @given(st.one_of(st.none(), st.integers(-100, 100)), st.one_of(st.none(), st.integers(-100, 100)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_slice_is_the_slice_of_every_column(start, stop):
     found = DATASET[start:stop]
     for name, column in found.items():
@@ -131,6 +132,7 @@ def test_wrong_reads_are_errors():
         DATASET["image"]  # type: ignore[index]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [0, 1])
 def test_nothing_and_one_sample_can_be_read(count):
     ds = open_dataset(make(count).url)
@@ -185,6 +187,7 @@ def test_a_dataset_survives_pickling_before_and_after_use(tmp_path):
         ds[5]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:this process was forked")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_reads_with_clients_of_its_own(s3):
@@ -205,6 +208,7 @@ def test_a_forked_child_reads_with_clients_of_its_own(s3):
     assert equal(ds[50]["image"], columns["image"][50])
 
 
+@pytest.mark.quick(3)
 def test_splits_open_by_name(store_url):
     url, options = store_url
     store, fields = open_store(url, options), {"x": Field.parse("int64"), "t": Field("text")}
@@ -225,6 +229,7 @@ def test_splits_open_by_name(store_url):
             open_dataset(wrong, split=split, storage_options=options)
 
 
+@pytest.mark.quick(2)
 def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     url, options = store_url
     with pytest.raises(errors.NotADatasetError, match="no dataset at"):

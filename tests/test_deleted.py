@@ -9,6 +9,7 @@ import naive_reader
 import numpy as np
 import pytest
 from added import FIELDS, SMALL, base_columns, given_columns, new_columns, written
+from amounts import examples
 from commands import run
 from golden import assert_same
 from hypothesis import Phase, given, settings
@@ -102,7 +103,8 @@ def check(url: Path, numbers: list[int], **fields: Any) -> None:
 STEP = st.tuples(st.sampled_from(["delete", "append", "where"]), st.sets(st.integers(0, 99), min_size=1, max_size=30))
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
+@pytest.mark.long
+@settings(max_examples=examples(6), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(STEP, min_size=1, max_size=4))
 def test_versions_are_what_lists_become(tmp_path_factory, steps):
     root = tmp_path_factory.mktemp("versions")
@@ -135,6 +137,7 @@ def test_versions_are_what_lists_become(tmp_path_factory, steps):
         assert sl.NumpyDataset(url, version=version, batch_size=2).num_samples == len(then)
 
 
+@pytest.mark.long
 def test_fields_are_added_to_the_samples_that_remain(data):
     sl.delete(data, ids=[0, *range(16, 34), 49])
     left = [n for n in range(COUNT) if n not in (0, *range(16, 34), 49)]

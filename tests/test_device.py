@@ -110,6 +110,7 @@ def check(url: Any, tolerance: float = 0.0, on_device: Any = None, **options: An
             same(column, moved[name], tolerance if name.startswith("image") else 0.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_a_device_gets_the_same_batches_and_the_state_counts_those_that_were_returned(url, ahead, workers):
@@ -133,6 +134,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_of_batches_is_the_same_on_a_device(url, form):
     check(url, FLOAT32, {"ahead": 3}, **FORMS[form])
@@ -152,6 +154,7 @@ def test_images_travel_as_bytes_and_are_normalised_there(url):
     assert batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cast", ["bfloat16", torch.float16, {"image": "bfloat16"}, {"label": torch.int32}])
 def test_values_are_cast_alike_with_and_without_a_device(url, cast):
     tolerance = FLOAT32 if isinstance(cast, dict) and "label" in cast else BFLOAT16
@@ -231,11 +234,13 @@ def test_values_by_channel_must_fit_their_field(raw):
         sl.Mixture(dict.fromkeys(sources, 0.5), batch_size=16)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_error", ["mask", "replace"])
 def test_bad_samples_are_masked_and_replaced_alike(damaged, on_error):
     check(damaged, FLOAT32, {"ahead": 3}, decode=DECODE, on_error=on_error)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_an_error_is_raised_once_at_its_batch_after_all_before_it(damaged, ahead):
     def until_error(**options: Any) -> tuple[int, Any]:
@@ -413,6 +418,7 @@ def test_an_invalid_argument_is_an_error_with_its_remedy(url, options, message):
             sl.to_device([], options["device"])
 
 
+@pytest.mark.long
 def test_a_numpy_dataset_and_a_worker_of_a_dataloader_have_no_device(url):
     with pytest.raises(UsageError, match="without torch"):
         sl.NumpyDataset(url, batch_size=16, device="cpu")

@@ -78,6 +78,7 @@ def test_values_by_channel_may_be_arrays_and_lists(url):
     assert next(iter(sl.Mixture(dict.fromkeys(sources, 0.5), batch_size=8)))["image"].dtype == torch.float32
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_statistics_count_the_batches_that_were_returned(url, ahead):
     for device in (None, "cpu"):

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from datasets import assert_threads_end, write_images
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from test_crop import NOISE, as_jpeg
@@ -109,6 +110,7 @@ TOLERANCE = {"4:2:0": (1.6, 12, 45), "4:2:2": (1.6, 12, 45)}
 CLOSE = (0.5, 3, 8)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_photographs_are_those_of_the_cpu_within_the_tolerance(crop, kind, of_kind):
@@ -122,6 +124,7 @@ def test_photographs_are_those_of_the_cpu_within_the_tolerance(crop, kind, of_ki
     assert stats.decoded_on_cpu == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_images_are_turned_and_flipped_before_they_are_resized(turn, tmp_path):
     y, x = np.mgrid[0:120, 0:200]
@@ -164,6 +167,7 @@ def test_where_exif_data_begin():
     assert device_exif(memoryview(behind)) == 0, "what follows the header is data"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (3, 5), (17, 9)])
 def test_images_of_any_size_are_decoded(shape, tmp_path):
     write_images(tmp_path / "d", [as_jpeg(np.full((*shape, 3), 20 * i, np.uint8)) for i in range(8)])
@@ -181,6 +185,7 @@ def test_noise_is_resized_by_the_rule_of_the_cpu(tmp_path):
         assert np.abs(got - expected).mean() <= 1
 
 
+@pytest.mark.long
 def test_normalised_tensors_are_those_of_the_pixels(of_kind):
     pixels, _, _ = both(of_kind["4:4:4"], size=(50, 60), crop=RANDOM, layout="CHW")
     expected, got, _ = both(of_kind["4:4:4"], size=(50, 60), crop=RANDOM, normalize="imagenet")
@@ -238,6 +243,7 @@ def test_crops_boxes_points_and_masks_are_those_of_the_cpu(pictures):
 
 
 # nvJPEG may decode what it finds of the last one
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "data", ["truncated", "wrong", "without tables", "cut, with an end"][: 4 if DEVICE == "cpu" else 3]
 )
@@ -378,6 +384,7 @@ def packages(monkeypatch) -> Iterator[Callable[[dict[str, types.ModuleType | Non
     images.nvjpeg.cache_clear()
 
 
+@pytest.mark.long
 def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, packages, monkeypatch):
     decode = Decode(size=(4, 4), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -396,6 +403,7 @@ def test_cuda_needs_a_gpu_and_a_package_that_calls_nvjpeg(of_kind, packages, mon
 sides = st.integers(1, 70)
 
 
+@settings(max_examples=examples(100))
 @given(sides, sides, sides, sides, st.integers(0, 9))
 def test_pictures_are_resized_as_by_opencv(height, width, rows, columns, seed):
     import cv2
@@ -411,6 +419,7 @@ def test_pictures_are_resized_as_by_opencv(height, width, rows, columns, seed):
     assert np.abs(got.numpy() - expected).max() <= 1
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900), st.sampled_from([1, 2, 4, 8])), max_size=40))
 def test_parts_have_every_image_once_and_are_bounded(found):
     crops = np.zeros((len(found) + 5, 9), np.int64)
@@ -504,6 +513,7 @@ print("left")
 """
 
 
+@pytest.mark.long
 def test_a_script_may_end_while_threads_of_the_loader_have_tensors(tmp_path):
     smooth = (np.add.outer(np.arange(150), np.arange(160)) % 256).astype(np.uint8)[:, :, None] * np.ones(3, np.uint8)
     with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg"}) as out:
@@ -514,6 +524,7 @@ def test_a_script_may_end_while_threads_of_the_loader_have_tensors(tmp_path):
         assert (done.stdout, done.stderr) == ("left\n", "")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_pixels_do_not_depend_on_the_default_dtype_of_torch(of_kind, dtype, caplog):
     expected, _ = batches(of_kind["4:2:0"], Decode(size=(40, 40), device=DEVICE))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from device_double import Device, Stream, Violation
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -170,6 +171,7 @@ def content(epoch: int, number: int, column: str) -> bytes:
     return struct.pack("<2q", value, ~value)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("first", range(0, SCHEDULES, SCHEDULES // 10))
 def test_no_schedule_breaks_a_batch(first):
     for seed in range(first, first + SCHEDULES // 10):
@@ -250,6 +252,7 @@ def test_each_planted_bug_is_found(bug):
             Training(seed, PLANTED[bug]).run()
 
 
+@pytest.mark.long
 def test_no_interrupted_copy_writes_to_memory_that_others_got():
     for seed in range(300):
         training = Training(seed)
@@ -419,6 +422,7 @@ def train(url: str, seed: int, transfers: type[Transfers] = OnDouble) -> None:
     assert (device.lent, device.streams) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:epoch .* begins anew")
 def test_a_loader_gives_the_same_on_a_device_under_each_schedule(url):
     for seed in range(40):
@@ -513,6 +517,7 @@ def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu():
         assert getattr(got, name).data_ptr() != getattr(packed, name).data_ptr()
 
 
+@settings(max_examples=examples(100))
 @given(batches=st.lists(st.recursive(TENSORS | OTHERS, containers, max_leaves=6), max_size=5), ahead=st.integers(1, 3))
 def test_to_device_keeps_structures_order_and_other_values(batches, ahead):
     got = list(sl.to_device(iter(batches), "cpu", ahead=ahead))

@@ -114,6 +114,7 @@ def reader(moto: S3Server, photos: Path, tmp_path_factory: pytest.TempPathFactor
 LIGHT = [pytest.param(README, marks=pytest.mark.python), *(page for page in PAGES[1:] if blocks(page))]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("page", [page for page in LIGHT if page not in HEAVY], ids=lambda page: page.stem)
 def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):
     check(page, reader)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
@@ -62,7 +63,7 @@ def fill(blocks: Memory, rows: Rows, chunks: Chunks, ticket: int, skip: int = 0)
         chunks.put(slot, at - skip, arena_items(values[at : at + 2]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data):
     slots = data.draw(st.integers(1, 6))
@@ -124,6 +125,7 @@ def leased(buffers: Buffers, value: int) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+@pytest.mark.long
 def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more():
     counters = Counters()
     buffers = Buffers(ARENA, counters)
@@ -179,6 +181,7 @@ begun.wait()
 """
 
 
+@pytest.mark.long
 def test_leases_while_the_process_ends_do_not_keep_the_finalizers_of_others_from_running():
     done = run_python("-c", EXIT)
     assert (done.stdout, done.stderr) == ("ended\n", "")
@@ -209,6 +212,7 @@ begun.wait()
 """
 
 
+@pytest.mark.long
 def test_objects_that_are_finalized_while_the_process_ends_keep_no_finalizers_from_running():
     done = run_python("-c", EXIT_AND_END)
     assert done.stdout == "ended first\nended\n"
@@ -273,6 +277,7 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     assert budget.body_bytes + fixed + others + connections == budget.bytes
 
 
+@settings(max_examples=examples(100))
 @given(demands, st.data())
 def test_what_is_too_little_names_the_least_that_works(demand, data):
     memory = data.draw(st.integers(0, demand.least_bytes - 1))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import worker_tasks
-from amounts import covering
+from amounts import covering, examples
 from datasets import encoded, our_threads, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,6 +182,7 @@ class Sometimes(threading.Event):
         return self.random.random() < 0.5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "workers"), covering(CASES, WORKERS))
 def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case, workers, folder, monkeypatch):
     opened = partial(CASES[case], folder)
@@ -194,6 +195,7 @@ def test_the_bytes_order_and_counts_do_not_depend_on_the_number_of_workers(case,
         monkeypatch.setattr(Executor(2)._pool, "serves", Sometimes())
 
 
+@pytest.mark.long
 def test_tensors_of_a_transform_do_not_depend_on_the_number_of_workers(folder):
     opened = partial(plain("lz4", transform=worker_tasks.tensors), folder)
     expected = digests(opened(num_workers=0))
@@ -203,6 +205,7 @@ def test_tensors_of_a_transform_do_not_depend_on_the_number_of_workers(folder):
     assert all(digests(large(num_workers=workers)) == expected for workers in (1, 2))
 
 
+@pytest.mark.long
 def test_global_numbers_of_numpy_and_python_do_not_depend_on_the_number_of_workers(folder):
     """In threads of this process they are not seeded: others draw from them as well."""
     opened = partial(plain("zstd", sl.NumpyDataset, transform=worker_tasks.drawing), folder)
@@ -210,7 +213,8 @@ def test_global_numbers_of_numpy_and_python_do_not_depend_on_the_number_of_worke
     assert all(digests(opened(num_workers=workers)) == expected for workers in WORKERS[1:])
 
 
-@settings(max_examples=8)
+@pytest.mark.long
+@settings(max_examples=examples(8))
 @given(st.data())
 def test_a_run_goes_on_with_another_number_of_workers(folder, data):
     opened = partial(CASES[data.draw(st.sampled_from(sorted(CASES)))], folder)
@@ -227,7 +231,7 @@ def test_a_run_goes_on_with_another_number_of_workers(folder, data):
     assert digests(after) == digests(before)  # the next epoch
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.data())
 def test_any_configuration_gives_the_bytes_of_threads(folder, data):
     fields = data.draw(st.lists(st.sampled_from(sorted(datasets.FIELDS)), min_size=1, unique=True))
@@ -267,6 +271,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("field", "damage"), [("x", flip), ("name", flip), ("tok", Path.unlink), ("x", Path.unlink)])
 def test_a_damaged_or_missing_object_is_the_same_error_at_the_same_batch(field, damage, folder, tmp_path):
     shutil.copytree(folder / "none", tmp_path / "d")
@@ -280,6 +285,7 @@ def test_a_damaged_or_missing_object_is_the_same_error_at_the_same_batch(field, 
     datasets.assert_threads_end()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_error_of_a_damaged_chunk_holds_no_memory_once_it_is_gone(workers, folder, tmp_path):
     shutil.copytree(folder / "none", tmp_path / "d")
@@ -293,6 +299,7 @@ def test_the_error_of_a_damaged_chunk_holds_no_memory_once_it_is_gone(workers, f
         datasets.assert_free(arena, before)
 
 
+@pytest.mark.quick(34)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bad_dataset_gives_the_same_error_at_the_same_batch(name):
     wrong = BAD_DATASETS[name]
@@ -316,6 +323,7 @@ def test_an_image_that_cannot_be_decoded_is_the_same_error_at_the_same_batch(dec
     assert outcome(sl.NumpyDataset(tmp_path / "d", num_workers=2, **options)) == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("arguments", [(KeyError, "colour"), (ValueError,), (SystemExit, 3), (OSError, 2, "none")])
 def test_an_error_of_a_transform_is_the_same_at_the_same_batch(arguments, folder):
     options = {"batch_size": 8, "shuffle": False, "transform": Raising(*arguments)}
@@ -327,6 +335,7 @@ def test_an_error_of_a_transform_is_the_same_at_the_same_batch(arguments, folder
 WAYS = ["shape", "dtype", "other dtype", "object", "masked", "integers masked", "none", "text", "number", "list"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("how", "batch_size", "workers"), covering([*WAYS, "keys", "missing"], [8, 5, 1], [1, 2, 3]))
 def test_a_large_array_that_differs_from_others_of_its_batch_gives_what_threads_give(how, batch_size, workers, folder):
     options = {"shuffle": False, "transform": worker_tasks.Differing(how), "batch_size": batch_size}
@@ -334,6 +343,7 @@ def test_a_large_array_that_differs_from_others_of_its_batch_gives_what_threads_
     assert outcome(sl.NumpyDataset(folder / "none", num_workers=workers, **options)) == expected
 
 
+@pytest.mark.long
 def test_large_arrays_of_a_transform_are_in_shared_memory_and_stay_as_they_are(folder):
     options = {"transform": worker_tasks.large, "num_workers": 2}
     arena = Executor(2).arena
@@ -352,6 +362,7 @@ def test_large_arrays_of_a_transform_are_in_shared_memory_and_stay_as_they_are(f
 KINDS = ["none", "images", "transform of samples", "windows", "mixture"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "begun"), covering(KINDS, [0, 1, 3]))
 def test_closing_in_the_middle_leaves_no_thread_and_no_memory(case, begun, folder):
     gc.collect()
@@ -367,6 +378,7 @@ def test_closing_in_the_middle_leaves_no_thread_and_no_memory(case, begun, folde
     datasets.assert_free(arena, before)
 
 
+@pytest.mark.long
 def test_few_threads_of_the_process_wait_for_workers(folder):
     ds = CASES["none"](folder, num_workers=2)
     for _ in range(2):
@@ -380,6 +392,7 @@ def test_few_threads_of_the_process_wait_for_workers(folder):
     del batches
 
 
+@pytest.mark.long
 def test_deleting_an_iterator_frees_its_memory(folder):
     arena, before = Executor(2).arena, 0
     datasets.assert_threads_end()
@@ -397,6 +410,7 @@ def test_deleting_an_iterator_frees_its_memory(folder):
             datasets.assert_free(arena, before)
 
 
+@pytest.mark.long
 def test_batches_that_are_kept_are_not_written_again(folder):
     kept = list(plain("lz4")(folder, num_workers=2))
     again = list(plain("lz4")(folder, num_workers=2))

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounting needs root and unshare")
 def test_a_read_only_file_system_without_shared_memory_is_enough(tmp_path):
     with sl.Writer(str(tmp_path / "data"), {"x": "int64[50000]"}) as out:

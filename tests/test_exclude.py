@@ -9,8 +9,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from datasets import flat, seen, take
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamloader as sl
@@ -72,6 +73,7 @@ def test_all_but_some_is_the_array_of_the_others(given_numbers, data):
     assert _count_chunks(found, chunk) == _count_chunks(expected, chunk) == np.unique(expected // chunk).size
 
 
+@settings(max_examples=examples(100))
 @given(some_excluded, some_excluded)
 def test_selections_have_the_same_digest_if_they_are_the_same(one, other):
     def digest(count: int, bad: list[int]) -> Any:
@@ -82,6 +84,7 @@ def test_selections_have_the_same_digest_if_they_are_the_same(one, other):
     assert digest(*one) != listed.selection_digest
 
 
+@settings(max_examples=examples(100))
 @given(some_excluded, st.data())
 def test_samples_are_excluded_from_a_selection(given_numbers, data):
     count, bad = given_numbers
@@ -116,6 +119,7 @@ def test_numbers_of_concatenated_datasets_are_among_all_their_samples():
 # ---- what comes out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_other_sample_comes_once_an_epoch_in_the_order_of_its_selection(url, shuffle):
     without, selected = stream(url, exclude=BAD, shuffle=shuffle), stream(url, where=GOOD, shuffle=shuffle)
@@ -136,6 +140,7 @@ def test_samples_are_excluded_after_where_by_their_numbers_in_the_dataset(url):
     assert found.state_dict()["excluded"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*blocks are read about")
 def test_every_world_size_has_the_same_steps_and_resumes_at_the_others_states(url):
     options: dict[str, Any] = {"exclude": BAD, "fields": ["tok", "label"], "shuffle": Shuffle(lanes=2)}
@@ -173,6 +178,7 @@ def test_the_mean_length_is_that_of_the_others(url):
 # ---- states
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_excluded_samples_only(url):
     whole = seen(stream(url, exclude=BAD))
     ds = stream(url, exclude=np.array(BAD[::-1] + BAD))
@@ -205,6 +211,7 @@ def test_nothing_excluded_is_a_run_without_exclude(url, tmp_path):
 # ---- files
 
 
+@pytest.mark.long
 def test_a_file_has_a_number_or_json_in_each_line(url, tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b"7\n\n  3\r\n" + lines({"sample": 9, "error": "x", "epoch": 1}, {"sample": 9}) + b"12")

@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 import pytest
 import worker_tasks
-from amounts import longer
+from amounts import examples, longer
 from datasets import encoded, picture, write_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +54,8 @@ def executors() -> tuple[Executor, Executor]:
 # ---- the arena
 
 
-@settings(max_examples=40)
+@pytest.mark.long
+@settings(max_examples=examples(40))
 @given(st.booleans(), st.data())
 def test_live_arrays_keep_their_values_and_all_memory_comes_back(shared, data):
     arena, live = Arena(shared=shared), {}
@@ -163,7 +164,8 @@ def copied(value: Any) -> Any:
     return value.copy(order="K") if isinstance(value, np.ndarray) else value
 
 
-@settings(max_examples=25)
+@pytest.mark.long
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_values_are_received_and_returned_as_they_are(executors, data):
     leaves = st.one_of(arrays(executors[1].arena.array), st.integers(), st.text(), st.binary(), st.none(), st.floats(0))
@@ -445,6 +447,7 @@ def test_the_number_of_workers_follows_from_the_choice_the_cores_and_the_work(
             assert workers == (cores - 1 if flags["computes"] else min(cores - 1, MOST_COPYING))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("transform", "found"), [(slow, [0, 2, 2, 2]), (dict, [0, 0, 0, 0])])
 def test_a_slow_transform_gets_workers_from_the_second_pass_on(transform, found, data, monkeypatch):
     monkeypatch.setattr("streamloader.loader.base.cpu_count", lambda: 2)
@@ -529,6 +532,7 @@ def run(scenario: str, *arguments: object) -> Any:
     return json.loads(run_python(RUN, scenario, *arguments).stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_workers_start_without_a_main_guard_and_import_no_torch(data):
     code = f"import streamloader as sl, sys; print(sum(len(b['x']) for b in sl.NumpyDataset({data(60)!r}, batch_size=6,"
     code += " num_workers=2))); from streamloader.engine.executor import Executor; import worker_tasks\n"
@@ -536,6 +540,7 @@ def test_workers_start_without_a_main_guard_and_import_no_torch(data):
     assert run_python("-c", code).stdout.splitlines() == ["60", "[False, True]"]
 
 
+@pytest.mark.long
 def test_passes_do_not_wait_for_workers_that_start(data, tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -549,6 +554,7 @@ HEAVY = {"PIL", "botocore", "cv2", "dask", "fsspec", "obstore", "pandas", "pyarr
 NEEDED = [longer("file", "fsspec"), ("s3", "botocore"), longer("images", "fsspec PIL cv2")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "needed"), NEEDED)
 def test_workers_import_what_they_need_once_for_all(kind, needed, data, images, request):
     url, arguments = (images, {"decode": True}) if kind == "images" else (data(60), {})
@@ -563,6 +569,7 @@ def test_workers_import_what_they_need_once_for_all(kind, needed, data, images, 
     assert found["threads"] == 1  # of the process that forks: locks that other threads hold would be held for ever
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["fetching", "decoding", "transforming"])
 def test_work_of_a_killed_worker_is_repeated(moment, data, images, tmp_path):
     url = images if moment == "decoding" else data(203)
@@ -572,6 +579,7 @@ def test_work_of_a_killed_worker_is_repeated(moment, data, images, tmp_path):
     assert found["warnings"] == ["a worker process ended by SIGKILL; its work is repeated"] * found["killed"]
 
 
+@pytest.mark.long
 def test_workers_are_replaced_with_the_process_that_forks_them(data):
     found = run("server_killed", data(203))
     assert found == {
@@ -583,6 +591,7 @@ def test_workers_are_replaced_with_the_process_that_forks_them(data):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "how"), [("kill_itself", "by SIGKILL"), ("exit_itself", "with exit code 3")])
 def test_the_third_death_within_a_minute_is_an_error(name, how):
     found = run("deaths", name, 0, 30, 59.9)
@@ -593,20 +602,24 @@ def test_the_third_death_within_a_minute_is_an_error(name, how):
     assert "give a smaller memory=, fewer num_workers=" in found["error"]
 
 
+@pytest.mark.long
 def test_three_deaths_in_more_than_a_minute_are_no_error():
     found = run("deaths", "kill_itself", 0, 31, 60, 90.9)
     assert (found["deaths"], found["repeated"]) == (4, 3)
 
 
+@pytest.mark.long
 def test_a_job_that_begins_while_its_connection_ends_runs_in_another_worker():
     assert run("lost") == [3, 3]
 
 
+@pytest.mark.long
 def test_a_connection_is_not_closed_while_a_thread_sends():
     """Its descriptor could be that of another connection before the thread sends."""
     assert run("killed_while_sending") == {"result": 3, "closed": [False]}
 
 
+@pytest.mark.long
 def test_a_forked_child_refuses_a_pass_of_its_parent_and_has_workers_of_its_own(data):
     found = run("forked", data(60))
     assert found["refused"] == "ForkError"
@@ -615,14 +628,17 @@ def test_a_forked_child_refuses_a_pass_of_its_parent_and_has_workers_of_its_own(
     assert found["after"]
 
 
+@pytest.mark.long
 def test_closing_does_not_wait_for_a_transform_in_a_worker(data):
     assert run("closed", data(60)) == {"threads": [], "memory": 0}
 
 
+@pytest.mark.long
 def test_a_transform_that_hangs_does_not_block_the_next_dataset(data):
     assert run("after_a_hang", data(60)) == 12
 
 
+@pytest.mark.long
 def test_workers_that_start_are_no_slow_requests(data):
     assert run("hedges", data(203)) == [0, 0]
 
@@ -668,6 +684,7 @@ def opened_names(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("work", ["iterating", "transforming", "forked", "without server"])
 def test_workers_end_with_a_killed_parent_and_leave_nothing(work, data, tmp_path):
     child = Started(tmp_path, "endless", work, data(60))
@@ -696,6 +713,7 @@ def test_workers_end_with_a_killed_parent_and_leave_nothing(work, data, tmp_path
     assert [list(folder.iterdir()) for folder in child.folders] == [[], []]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("work", ["iterating", "transforming"])
 def test_ctrl_c_is_raised_in_the_parent_and_ignored_by_workers(work, data, tmp_path):
     child = Started(tmp_path, "interrupted", work, data(60))
@@ -709,6 +727,7 @@ def test_ctrl_c_is_raised_in_the_parent_and_ignored_by_workers(work, data, tmp_p
     assert (status, error) == (0, "")
 
 
+@pytest.mark.long
 def test_ctrl_c_while_workers_start_does_not_end_them(data, tmp_path):
     child = Started(tmp_path, "interrupted_start", data(60))
     replaced = child.line()
@@ -735,6 +754,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.long
 def test_workers_start_in_a_process_with_many_files_that_ignores_the_end_of_others():
     first, second = run_python("-c", MANY_FILES).stdout.splitlines()
     assert first == "3"
@@ -774,6 +794,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_transform_of_a_script_runs_in_workers(data, tmp_path):
     (tmp_path / "script.py").write_text(MAIN)
     assert run_python(tmp_path / "script.py", data(60, "label")).stdout == "['__mp_main__'] 60\n"

@@ -154,6 +154,7 @@ def together(steps: list[Rows]) -> Rows:
     return Counter({row: count for row, count in sum(steps, Counter()).items() if "'valid': False" not in row})
 
 
+@pytest.mark.long
 @settings(max_examples=examples(25), deadline=None)
 @given(runs(), st.integers(0, 9), st.sampled_from([(1, 3), (2, 1), (3, 2), (2, 4)]))
 def test_runs_have_the_same_steps_at_any_world_size_and_go_on_at_another(urls, run, done, sizes):
@@ -187,6 +188,7 @@ def shown(batches: Iterator[Mapping[str, Any]]) -> list[str]:
         return [repr({name: batch[name] for name in sorted(batch)}) for batch in batches]
 
 
+@pytest.mark.long
 @settings(max_examples=examples(15), deadline=None)
 @given(runs(), st.integers(0, 9), st.sampled_from([(0, 1), (1, 2), (2, 3)]))
 def test_a_rank_goes_on_exactly_and_knows_its_samples_without_reading(urls, run, done, world):

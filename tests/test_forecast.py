@@ -43,6 +43,7 @@ def run_epoch(folder: Path, planned: Forecast, **options: Any) -> tuple[int, int
     return sum(ds.stats().requests for ds in loaders), sum(ds.stats().bytes_fetched for ds in loaders)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder, size, shuffle):
@@ -54,6 +55,7 @@ def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder, size, sh
     assert planned.held == ("label",)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore:2 ranks are more than the dataset's 1 lanes")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
@@ -89,6 +91,7 @@ def test_mixing_counts_the_blocks_of_a_batch():
     assert mixing(0, OrderParams(10, 1, 20), 8, "pad").blocks == 0
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("blocks", "lanes"), [(1, 1), (8, 1), (20, 2), (64, 8), (640, 64)])
 def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes):
     """The forecast of a small dataset, or a small selection, is what its own batches have."""
@@ -123,6 +126,7 @@ def many_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [64, 256, 1024])
 def test_ranks_beyond_the_lanes_read_each_block_once(many_blocks, size, capsys):
     planned = forecast(str(many_blocks), ForecastOptions(world_size=size, batch_size=4))
@@ -181,6 +185,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in LENGTHS]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("weigh", "stop", "size"), [(None, "first", 2), (None, "last", 1), ("tok", "first", 1), longer("tok", "last", 2)]
 )
@@ -263,6 +268,7 @@ def test_the_command_prints_json(folder, capsys):
     assert "drawn" not in planned
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.html"])
 def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
     assert run(capsys, "plan", folder, "--batch-size", 32, "--plot", tmp_path / name)[0] == 0

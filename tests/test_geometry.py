@@ -1,6 +1,7 @@
 """Laws of the geometry: powers of two that divide each other, near their targets, and never too large."""
 
 import pytest
+from amounts import examples
 from format_data import fields as any_field
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def choose(fields: dict[str, Field], sizes: dict[str, float], count: int | None,
 
 
 @given(some_fields, counts, layouts, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_chunk_divides_block_divides_shard(fields, count, layout, data):
     sizes = {name: data.draw(st.one_of(st.floats(0, 10), st.floats(0, 1e7))) for name in fields}
     geometry = choose(fields, sizes, count, layout)

@@ -21,6 +21,7 @@ NAMES = sorted(EXPECTED)
 SCHEMA = jsonschema.Draft202012Validator(json.loads((V1 / "manifest.schema.json").read_text()))
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_open_reads_every_golden_dataset(name):
     folder, split = place(name)
@@ -47,6 +48,7 @@ def test_the_naive_reader_reads_every_golden_dataset(name):
         assert_same(column, expected_column(name, field))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_streaming_without_shuffle_gives_every_golden_dataset_in_order(name, batch_size):
@@ -82,6 +84,7 @@ def test_the_images_decode():
         assert sample["icon"].tolist() == [[[[g, g, g] for g in row] for row in grey]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["golden", "bad"])
 def test_the_script_makes_the_same_bytes_again(name, tmp_path):
     subprocess.run([sys.executable, V1 / f"make_{name}.py", tmp_path], check=True, timeout=300)
@@ -103,6 +106,7 @@ def test_every_golden_manifest_fits_the_schema(name):
     SCHEMA.validate(manifest_at(GOLDEN / name))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("codec", ["auto", "none", "lz4", "zstd"])
 def test_what_the_writer_makes_fits_the_schema_and_the_naive_reader(tmp_path, codec):
     layout = sl.Layout(codec=codec, chunk_size=1 << 12, block_size=1 << 13, shard_size=1 << 14)

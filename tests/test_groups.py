@@ -33,6 +33,8 @@ def shares(draw):
     return Share(order, batch, World(draw(st.integers(0, size - 1)), size), remainder, 1, (), bucket), table
 
 
+@pytest.mark.long
+@settings(max_examples=examples(100))
 @given(shares())
 def test_positions_are_exchanged_within_windows_and_each_is_taken_once(made):
     share, _ = made
@@ -65,12 +67,14 @@ def naive(share: Share, table: np.ndarray) -> list[int]:
     return source
 
 
+@settings(max_examples=examples(100))
 @given(shares())
 def test_buckets_follow_the_specification(made):
     share, table = made
     assert exchanged(share.bucket, share.order, np.arange(share.num_samples))[0].tolist() == naive(share, table)
 
 
+@settings(max_examples=examples(100))
 @given(shares())
 def test_the_steps_of_a_window_have_the_lengths_of_a_lane_in_order(made):
     share, table = made
@@ -92,6 +96,7 @@ def test_the_steps_of_a_window_have_the_lengths_of_a_lane_in_order(made):
             assert np.array_equal(np.sort(of_lane.sum(axis=1)), in_order.sum(axis=1))
 
 
+@pytest.mark.long
 @settings(max_examples=examples(25))
 @given(shares())
 def test_global_batches_are_the_same_at_any_world_size(made):
@@ -108,12 +113,14 @@ def test_global_batches_are_the_same_at_any_world_size(made):
             assert samples == expected
 
 
+@pytest.mark.long
 @settings(max_examples=examples(100))
 @given(shares(), st.integers(1, 3), st.integers(0, 40))
 def test_a_schedule_has_each_row_in_a_block_that_is_open_and_no_more_blocks_than_it_declares(made, at_once, begun):
     check_schedule(made[0], at_once, begun)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("group", [8, 9])
 def test_a_run_that_goes_on_with_another_global_batch_closes_all_blocks(group, size):
@@ -145,6 +152,7 @@ def check_schedule(share: Share, at_once: int, begun: int) -> None:
     assert rows == expected
 
 
+@pytest.mark.long
 def test_steps_have_much_less_padding_than_without_buckets():
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 60_000).astype(np.int64) + 1
     order = EpochOrder(60_000, OrderParams(64, 16, 512), 0, 0)
@@ -195,6 +203,7 @@ def read(url: str, state: dict[str, Any] | None = None, **given: Any) -> list[tu
 BUCKETS = {"bucket_by": "tokens", "bucket_steps": 15, "fields": ["tokens"], "remainder": "drop"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("memory", [None, "4MB"])
 def test_buckets_have_every_sample_once_and_like_lengths_in_a_batch(memory, workers, texts):
@@ -207,6 +216,7 @@ def test_buckets_have_every_sample_once_and_like_lengths_in_a_batch(memory, work
     assert spread[0] < 0.5 * spread[1]
 
 
+@pytest.mark.long
 def test_buckets_resume_exactly_and_have_the_same_global_batches_at_any_world_size(texts):
     whole = read(texts, **BUCKETS)
     for stop in (1, 7, 20, 40):
@@ -245,12 +255,14 @@ def test_a_state_belongs_to_its_buckets(change, texts):
         sl.NumpyDataset(texts, **options | change).load_state_dict(state)
 
 
+@pytest.mark.long
 def test_a_function_of_the_lengths_chooses_buckets(texts):
     by_field = read(texts, **BUCKETS)
     assert read(texts, **BUCKETS | {"bucket_by": lambda lengths: lengths["tokens"]}) == by_field
     assert read(texts, **BUCKETS | {"bucket_by": lambda lengths: lengths["name"]}) != by_field
 
 
+@pytest.mark.long
 def test_buckets_work_with_weights_exclusions_padding_and_steps_per_epoch(texts):
     options = {**BUCKETS, "batch_size": 12, "exclude": [1, 2, 3], "num_workers": 0, "with_index": True}
     dataset = sl.NumpyDataset(texts, **options, weights=np.arange(N) % 3, collate="pad")
@@ -264,6 +276,7 @@ def test_buckets_work_with_weights_exclusions_padding_and_steps_per_epoch(texts)
     assert len({number for _ in range(3) for batch in loops for number in batch["index"].tolist()}) > 600
 
 
+@pytest.mark.long
 def test_a_plan_tells_the_padding_with_and_without_buckets(texts):
     options = ForecastOptions(batch_size=12, fields=("tokens",), bucket_by="tokens", bucket_steps=15)
     within, without = forecast(texts, options).padding

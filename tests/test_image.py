@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("decode", [True, "pillow", "simplejpeg", Decode("pillow"), {"image": True}])
 def test_images_come_as_their_pixels(folder, kind, decode):
@@ -118,6 +119,7 @@ def test_images_of_several_sizes_need_a_size_or_a_transform(folder):
         assert sample["image"].shape == (4, 5, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decode", [True, "pillow", Decode(size=(8, 8))])
 def test_a_bad_image_is_named_after_the_batches_before_it(folder, decode):
     ds = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
@@ -137,6 +139,7 @@ DDS = b"DDS " + np.array([124, 0x1007, 8, 8, *[0] * 14, 32, 4, 0x21212121, *[0] 
 RAISED = [TypeError, NotImplementedError, RuntimeError, MemoryError, struct.error, cv2.error, KeyError, None]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("error", RAISED)
 @pytest.mark.parametrize("decode", [True, Decode(size=(8, 8))])
 def test_whatever_a_codec_raises_is_the_error_of_its_sample(tmp_path, monkeypatch, error, decode):
@@ -229,6 +232,7 @@ def by_number(ds: StreamingDataset) -> dict[int, bytes]:
     return found
 
 
+@pytest.mark.long
 def test_random_crops_are_those_of_the_sample_at_any_world_size_batch_and_resume(folder):
     arguments: dict[str, Any] = {"decode": AUGMENT, "with_index": True, "seed": 5}
     alone = StreamingDataset(folder / "jpeg", batch_size=16, **arguments)
@@ -275,6 +279,7 @@ def test_evaluation_takes_the_middle(folder):
             assert image[1].min() > whole[:, 1:, 1].min() + 3, "a sixteenth is missing on each side"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("floats", [True, False])
 @pytest.mark.parametrize("layout", [None, "CHW", "HWC"])
@@ -336,6 +341,7 @@ print("left")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("work", ["decode", longer("transform")])
 def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
     done = run_python("-c", LEAVING, folder / "jpeg", work)
@@ -372,6 +378,7 @@ while not inside:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("work", ["decode", "transform", "bench"])
 def test_the_end_of_a_script_waits_for_the_sample_in_hand_and_not_for_its_batch(folder, work):
     assert run_python("-c", SLOW, folder / "jpeg", work).stdout == "0\n"

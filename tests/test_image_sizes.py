@@ -64,6 +64,7 @@ def fixed(url: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return {size: all_epochs(opened(url, size)) for size in SIZES.values()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_step_has_the_images_masks_and_boxes_of_the_size_that_the_samples_before_it_name(url, fixed, workers):
     batches = all_epochs(opened(url, num_workers=workers))
@@ -77,6 +78,7 @@ def test_each_step_has_the_images_masks_and_boxes_of_the_size_that_the_samples_b
         assert_equal(batch, fixed[size][number])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:3 consumers")
 def test_ranks_change_the_size_at_the_same_step_also_after_a_resume_at_another_number(url):
     whole = [batch["image"].shape[1:3] for batch in all_epochs(opened(url))]
@@ -90,6 +92,7 @@ def test_ranks_change_the_size_at_the_same_step_also_after_a_resume_at_another_n
         assert [batch["image"].shape[1:3] for batch in all_epochs(ds, 2)] == whole[2:10]
 
 
+@pytest.mark.long
 def test_a_state_within_a_run_of_other_batches_changes_the_size_at_the_first_step_after_the_point(url, fixed):
     begun = opened(url, batch=5)
     batches = list(islice(begun, 3))
@@ -102,6 +105,7 @@ def test_a_state_within_a_run_of_other_batches_changes_the_size_at_the_first_ste
     assert all(np.array_equal(row, pixels[int(i)]) for i, row in zip(rest[1]["index"], rest[1]["image"], strict=True))
 
 
+@pytest.mark.long
 def test_skipped_and_replayed_steps_have_the_sizes_that_they_had(url):
     whole = all_epochs(opened(url))
     ds = opened(url, skip_steps={0: [1, 2], 1: [0]})
@@ -115,6 +119,7 @@ def test_skipped_and_replayed_steps_have_the_sizes_that_they_had(url):
     assert sizes == [expected_size(before) for before in (0, 12, 24, 36, 50, 62, 74, 86)]
 
 
+@pytest.mark.long
 def test_a_mixture_counts_the_samples_of_all_its_sources_over_its_epochs(url):
     first, second = sl.Source(url, where=slice(0, 20)), sl.Source(url, where=slice(20, N))
 
@@ -136,6 +141,7 @@ def test_a_mixture_counts_the_samples_of_all_its_sources_over_its_epochs(url):
     assert all(np.array_equal(batch["image"], other["image"]) for batch, other in zip(batches[:2], same, strict=False))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:1 DataLoader workers")
 def test_transforms_layouts_and_dataloader_workers_get_the_size_of_the_step(url):
     given: dict[str, Any] = {"batch_size": 12, "seed": 3, "remainder": "drop"}

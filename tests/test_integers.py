@@ -135,6 +135,7 @@ OPTIONAL += ("Layout(samples", "shuffle=", "map_batch=", "quality=", "num_sample
 TEXTS = ("rank or world size", "Window")  # "1" of an environment variable, a duration
 
 
+@pytest.mark.quick(21)
 @pytest.mark.parametrize(("name", "good", "call"), ARGUMENTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_an_integer_may_be_one_of_numpy_and_anything_else_is_an_error_that_names_it(name, good, call, root):
     expected = call(root, good)

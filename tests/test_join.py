@@ -13,6 +13,7 @@ import pytest
 import torch
 import videos
 from added import SMALL
+from amounts import examples
 from datasets import flat, seen, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +90,7 @@ def stream(url: Any, batch: int = 16, **options: Any) -> StreamingDataset:
     return StreamingDataset(url, batch_size=batch, with_index=True, **{"world": (0, 1), **options})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on", ["id", ("name", "key")])
 def test_each_sample_has_the_fields_of_its_key_on_both_sides(on, workers, left, right):
@@ -104,7 +106,7 @@ def test_each_sample_has_the_fields_of_its_key_on_both_sides(on, workers, left, 
 keys = st.sampled_from([("int64", int), ("uint8", int), ("text", str), ("bytes", lambda i: b"%d" % i)])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     keys,
     st.lists(st.integers(0, 40), min_size=1, max_size=60),
@@ -145,6 +147,7 @@ def test_any_keys_join_as_by_hand(tmp_path_factory, key, ids, order, where, excl
         assert rows == expected
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_rows_of_samples_in_any_order_are_those_of_reading_them_one_by_one(right, data):
     from streamloader.format.opening import open_root
@@ -177,6 +180,7 @@ def test_without_a_key_sample_i_is_joined_to_sample_i(left, tmp_path):
         stream(sl.Join(left, short))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"where": "id >= 30", "exclude": [50, 60]}, {"weights": np.arange(N) + 1}])
 def test_every_world_size_has_the_same_global_batches_and_resumes_at_the_others_states(options, left, right):
     join, options = sl.Join(left, right, on="id", fields=["score", "caption"]), {"shuffle": LANES, **options}
@@ -203,6 +207,7 @@ def test_a_copy_for_another_process_reads_both_sides(left, right):
     assert sorted(flat(map(check_values, ds))) == list(range(N))
 
 
+@pytest.mark.long
 def test_images_text_and_sequences_of_the_right_side_are_decoded_packed_and_put_in_buckets(left, right):
     join = sl.Join(left, right, on="id")
     for batch in stream(join, decode=sl.Decode(size=(16, 16)), collate={"tokens": "pad"}, bucket_by="tokens"):
@@ -217,6 +222,7 @@ def test_images_text_and_sequences_of_the_right_side_are_decoded_packed_and_put_
     assert sorted(flat(map(check_values, ds))) == list(range(N))
 
 
+@pytest.mark.long
 def test_selections_hold_on_both_sides_and_missing_samples_are_an_error_or_left_out(left, right):
     some = sl.Source(right, where="score < 20", exclude=[0])
     gone = int(sl.open(right)[0]["id"])
@@ -234,6 +240,7 @@ def test_selections_hold_on_both_sides_and_missing_samples_are_an_error_or_left_
         stream(sl.Join(sl.Source(left, where=slice(60, 70)), some, on="id", missing="drop"))
 
 
+@pytest.mark.long
 def test_deletions_on_either_side_leave_samples_out(left, right, tmp_path):
     a, b = (Path(copytree(url, tmp_path / url.name)) for url in (left, right))
     state = stream(sl.Join(a, b, on="id")).state_dict()
@@ -281,6 +288,7 @@ def test_a_state_opens_the_versions_of_both_sides_and_knows_what_was_joined(left
     stream(sl.Join(left, copied, on="id", fields=["score"])).load_state_dict(state, force=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["vector", "large", "caption", "score"])
 def test_samples_whose_chunk_of_the_right_side_is_damaged_are_masked_and_named(name, workers, left, right, tmp_path):
@@ -333,6 +341,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, list) else np.array_equal(one, other)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_renamed_fields_have_the_values_of_the_right_side_beside_those_of_the_left(workers, right):
     ds = stream(sl.Join(right, right, on="key", fields=RENAMED), decode=sl.Decode(size=(16, 16)), num_workers=workers)
@@ -344,6 +353,7 @@ def test_renamed_fields_have_the_values_of_the_right_side_beside_those_of_the_le
     ds.close()
 
 
+@pytest.mark.long
 def test_options_name_renamed_fields_as_batches_do(left, right, tmp_path):
     join = sl.Join(left, right, on="id", fields=RENAMED)
     for batch in stream(join, collate={"tokens_right": "pad"}, bucket_by="tokens_right", fields=["id", "tokens_right"]):
@@ -370,6 +380,7 @@ def test_options_name_renamed_fields_as_batches_do(left, right, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_names_of_fields_are_no_part_of_order_and_state(left, right):
     plain, renamed = (sl.Join(left, right, on="id", fields=fields) for fields in (["score"], {"score": "points"}))
     for size in (1, 2, 3):
@@ -397,6 +408,7 @@ def test_two_right_sides_with_the_same_fields_are_renamed_apart(left, right, tmp
         assert same(batch["species"], batch["id"] % 2)
 
 
+@pytest.mark.long
 def test_a_third_dataset_is_joined_by_a_field_of_the_second(left, right, tmp_path):
     """Also where samples of the left side have no row in the second one, which is left out."""
     kinds = {"kind": "text", "size": "int64"}
@@ -473,6 +485,7 @@ def test_what_cannot_be_joined_is_an_error(left, right, tmp_path):
         stream(sl.Join(left, right, on="id"), fields=["nope"])
 
 
+@pytest.mark.long
 def test_blocks_are_those_of_the_side_with_the_larger_samples_and_may_cut_the_chunks_of_the_other(left, tmp_path):
     """Blocks of samples that are all held in memory have one sample, which would read a chunk for each."""
     held = write(tmp_path / "held", {"id": "int64", "score": "float64"}, right_value, reversed(range(N)))
@@ -511,6 +524,7 @@ def test_the_first_pass_warns_of_a_right_side_that_is_read_many_times(tmp_path, 
     assert not join_module.describe_reads(aligned._datasets[0], 64)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_clips_of_videos_have_the_fields_that_are_joined_to_their_video(workers, tmp_path):
     with sl.Writer(tmp_path / "videos", {"video": "video", "label": "int64"}) as out:
@@ -552,6 +566,7 @@ def test_a_field_that_is_no_key_is_refused_before_it_is_read(tmp_path):
         sl.NumpyDataset(sl.Join(tmp_path / "a", tmp_path / "a", on=("image", "key"), fields=["key"]), batch_size=4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_plan_of_a_join_has_the_requests_and_bytes_of_the_epoch_that_follows(left, right, size, capsys):
     arguments = left, "--join", right, "--on", "id", "--batch-size", 8, "--world-size", size, "--lanes", 6

@@ -98,6 +98,7 @@ def test_blocks_that_were_to_be_used_before_a_pass_begins_are_dropped_first():
     assert [kept.drop(), kept.drop(), kept.drop()] == [0, 2, NO_SLOT]
 
 
+@pytest.mark.long
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_blocks_whatever_is_kept_used_in_part_and_dropped(data):
@@ -157,6 +158,7 @@ def uses_of(share: EpochShare) -> dict[int, float]:
     return found
 
 
+@pytest.mark.long
 @settings(max_examples=examples(200), deadline=None)
 @given(runs())
 def test_the_order_tells_when_the_next_epoch_reads_a_block(run):
@@ -178,6 +180,7 @@ def test_the_order_tells_when_the_next_epoch_reads_a_block(run):
                 assert told == np.inf
 
 
+@pytest.mark.long
 @settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_a_mixture_tells_when_its_sources_read_a_block_again(data):
@@ -262,6 +265,7 @@ ORDERS: dict[str, tuple[Any, int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "order", "workers"), covering([*FIELDS, "arrays"], ORDERS, [0, 2]))
 def test_what_fits_into_memory_is_read_once(folder, name, order, workers):
     shuffle, shared = ORDERS[order]
@@ -271,6 +275,7 @@ def test_what_fits_into_memory_is_read_once(folder, name, order, workers):
     assert requests[3] - requests[0] <= 3 * shared * 2 * len(FIELDS.get(name, "x"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("where", [slice(None, None, 3), slice(100, 2000)])
 def test_a_selection_is_read_once(folder, where, workers):
@@ -281,6 +286,7 @@ def test_a_selection_is_read_once(folder, where, workers):
     assert requests[0] == requests[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_sources_of_a_mixture_are_read_once(folder, workers):
     found = []
@@ -298,6 +304,7 @@ def test_the_sources_of_a_mixture_are_read_once(folder, workers):
     assert found[1][1][3] == found[1][1][1] < found[0][1][1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "workers"), covering(["rows", "large rows", "bytes", "both", "arrays"], [0, 2]))
 def test_what_fits_in_part_is_read_less(folder, monkeypatch, name, workers):
     """Each block that is kept at the end of an epoch saves its requests in the next one."""

@@ -20,6 +20,7 @@ from torchrun import run_python
 from streamloader.pytorch.dataset import StreamingDataset
 
 
+@pytest.mark.long
 def test_an_owner_whose_method_is_the_transform_is_collected(cycled):
     trainer = leaks.Trainer(cycled / "arrays")
     for _ in range(3):  # after the third, threads load a fourth
@@ -42,11 +43,13 @@ def test_an_owner_whose_method_is_the_transform_is_collected(cycled):
 QUICK = ("close", "epochs", "failing transform", "mixture")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else longer(kind) for kind in leaks.KINDS])
 def test_what_is_dropped_leaves_nothing(cycled, kind):
     leaks.check_flat(leaks.growth(leaks.cycles(cycled)[kind], 8))
 
 
+@pytest.mark.long
 def test_closing_a_dataset_that_is_kept_frees_its_memory(cycled):
     ds = StreamingDataset(cycled / "arrays", batch_size=leaks.BATCH)
     iterator = iter(ds)
@@ -57,6 +60,7 @@ def test_closing_a_dataset_that_is_kept_frees_its_memory(cycled):
     assert sum(1 for _ in ds) == len(ds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plane", ["http", "fsspec", "s3"])
 def test_a_dropped_dataset_leaves_no_client(tmp_path, plane):
     write(tmp_path / "data", 64, ["label"])
@@ -110,6 +114,7 @@ def delete_when_a_signal_comes(held: list[Any]) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.long
 def test_what_a_signal_handler_raises_reaches_the_loop_whatever_is_deleted_then(tmp_path):
     write(tmp_path / "data", 64, ["label"])
     with folder_server(tmp_path) as server:

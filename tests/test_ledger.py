@@ -4,7 +4,8 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.engine.arena import Arena, Buffers
@@ -23,6 +24,7 @@ def new_ledger() -> tuple[Ledger, Buffers]:
     return Ledger(bodies, Budget(slots=8, threads=8, bytes=MOST, body_bytes=MOST, exact=True)), bodies
 
 
+@settings(max_examples=examples(100))
 @given(
     blocks=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
@@ -58,6 +60,7 @@ def test_bodies_that_arrive_in_any_order_decode_within_the_budget(blocks, order,
     assert bodies.used == 0
 
 
+@settings(max_examples=examples(100))
 @given(st.permutations(range(6)))
 def test_blocks_ahead_are_granted_in_their_order(tickets):
     ledger, _ = new_ledger()

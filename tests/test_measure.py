@@ -35,6 +35,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fields", [None, ["x"], ["label"], ["tok", "wide", "flag"]])
 def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything, fields, monkeypatch):
     monkeypatch.setattr("streamloader.engine.pace.LEAST_SAMPLES", 10**9)  # no hedges, which are more requests
@@ -72,6 +73,7 @@ def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything):
     assert 0 < ceiling.cpu_seconds <= 3 * ceiling.seconds
 
 
+@pytest.mark.long
 def test_a_ceiling_reads_a_split_of_a_bucket(seaweedfs):
     url, options = seaweedfs.url("measured"), seaweedfs.storage_options
     split = {"train": 0.6, "val": 0.4}
@@ -204,6 +206,7 @@ def test_a_bench_measures_every_stage_and_reports_progress(everything):
     assert json.loads(json.dumps(result.to_dict()))["stages"][-1]["name"] == "loader"
 
 
+@pytest.mark.long
 def test_a_bench_of_images_decodes_them(images):
     result = bench(str(images), BenchOptions(seconds=0.3, image_size=(200, 300)))
     assert result.batch_size == 60

@@ -54,6 +54,7 @@ def plant(path: Path) -> None:
         file.truncate(4 << 30)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec, tmp_path, monkeypatch):
     with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=1000, layout=Layout(codec=codec)) as out:
@@ -81,6 +82,7 @@ def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec, 
     assert sum(len(b["x"]) for b in StreamingDataset(tmp_path / "d", memory=4 * need, **arguments)) == 1008
 
 
+@pytest.mark.long
 def test_images_that_do_not_fit_decoded_are_an_error_that_names_the_need(tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (2000, 2000)).save(file, "png")
@@ -170,6 +172,7 @@ def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():
     del small
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["zarr.json", "_streamloader/job.json"])
 def test_documents_that_are_too_large_are_refused_before_they_are_read(path, tmp_path):
     plant(tmp_path / path)
@@ -177,6 +180,7 @@ def test_documents_that_are_too_large_are_refused_before_they_are_read(path, tmp
         open_dataset(tmp_path)
 
 
+@pytest.mark.long
 def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_take_it(tmp_path):
     store = open_store(tmp_path)
     claim = begin(store, job_document("writer", ["x"]))
@@ -189,6 +193,7 @@ def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_tak
             begin(store, job_document("writer", ["x"]), overwrite=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -229,6 +234,7 @@ def test_what_a_conversion_left_is_refused_where_it_is_too_large(name, problem, 
         run(at_the_end if "parts" in name else None)
 
 
+@pytest.mark.long
 def test_a_file_list_is_read_only_until_it_differs(tmp_path, monkeypatch):
     store, files = open_store(tmp_path), [ObjectInfo("a", 1), ObjectInfo("b", 2)]
     line = b'["%b", 1, ""]\n'
@@ -244,6 +250,7 @@ def test_a_file_list_is_read_only_until_it_differs(tmp_path, monkeypatch):
     assert list(read_files(store, "files")) == files
 
 
+@pytest.mark.long
 def test_an_object_that_another_made_large_is_not_read_whole_to_be_replaced(tmp_path):
     store = open_store(tmp_path)
     plant(tmp_path / "zarr.json")
@@ -261,6 +268,7 @@ def test_a_chunk_of_2_gib_is_refused(tmp_path):
         decode_items(layout, body)
 
 
+@pytest.mark.long
 def test_a_condition_is_looked_at_a_piece_at_a_time(tmp_path):
     count = 6_000_000
     labels = np.arange(count) % 1000
@@ -272,6 +280,7 @@ def test_a_condition_is_looked_at_a_piece_at_a_time(tmp_path):
     assert found.tolist() == labels[(labels == 7) | (labels == 999)].tolist()
 
 
+@pytest.mark.long
 def test_many_bad_samples_take_linear_time_and_little_memory(tmp_path):
     count, size = 200_000, 200
     layout = FieldLayout(Field("bytes"), chunk=1, shard=size, codec="none", resident=False)
@@ -294,6 +303,7 @@ def test_many_bad_samples_take_linear_time_and_little_memory(tmp_path):
     assert not run.skipped.keys() & set(kept)
 
 
+@pytest.mark.long
 def test_a_quarantine_is_written_in_files_of_bounded_size(tmp_path):
     store = open_store(tmp_path)
     samples = [SkippedSample(row, f"file {row}", "is empty", "A" * 1_000_000) for row in range(100)]
@@ -314,6 +324,7 @@ def test_a_quarantine_is_written_in_files_of_bounded_size(tmp_path):
     assert all(line["data"] == "A" * 1_000_000 for line in lines[:100])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("spec", ["text", "bytes"])
 def test_what_compresses_well_is_cut_by_its_decoded_bytes(spec, tmp_path):
     layout = Layout(shard_size=1 << 18, block_size=1 << 16, chunk_size=1 << 14)

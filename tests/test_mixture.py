@@ -109,6 +109,7 @@ def test_each_source_goes_through_epochs_of_its_own(url):
         assert whole[0] != whole[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")
 @pytest.mark.parametrize("weights", [{"a": 0.7, "b": 0.3}, {"a": 5, "b": 3, "c": 1}])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
@@ -122,6 +123,7 @@ def test_the_same_global_batch_at_any_world_size_has_the_same_samples(url, weigh
         assert all(len(set(map(source_of, step))) == 1 for step in runs[0])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")
 @pytest.mark.parametrize(("size", "batch"), [(1, 16), (2, 8), (4, 12), (3, 16)])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
@@ -147,6 +149,7 @@ def test_a_run_resumes_exactly_at_another_world_and_batch_size(url, size, batch,
         assert Counter(seen) == Counter(flat(begun) + flat(ahead))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("batch", [1, 6, 7, 12, 30])
 def test_a_run_resumes_exactly_with_a_batch_that_cuts_its_turns(url, batch):
     later = {20: {str(url / "a"): 1, str(url / "b"): 1}}
@@ -199,6 +202,7 @@ def test_a_nested_mixture_shares_its_weight(url):
     assert take(nested) == take(plain)
 
 
+@pytest.mark.long
 def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url):
     first = open_mixture(url, WEIGHTS, stop="last")
     iterator = iter(first)
@@ -230,6 +234,7 @@ def test_sources_may_be_parts_of_datasets(url):
     assert {i for i in seen if i >= 1000} == set(range(1100, 1203))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size):
     world = (size - 1, size)
@@ -252,6 +257,7 @@ def test_without_shuffle_sources_come_as_they_are_stored(url):
         assert [i for i in rows if i < 1000] == list(range(sum(i < 1000 for i in rows)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers", "ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])

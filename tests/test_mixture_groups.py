@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mixture_plan import phases_of
@@ -73,7 +74,7 @@ def naive(share: MixShare, tables: list[np.ndarray]) -> list[int]:
     return got
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(shares())
 def test_buckets_of_mixtures_follow_the_specification(made):
     share, tables = made
@@ -81,7 +82,7 @@ def test_buckets_of_mixtures_follow_the_specification(made):
     assert one.rows(0, share.num_samples)[1].tolist() == naive(share, tables)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(shares(), st.integers(0, 30))
 def test_all_ranks_together_deliver_the_steps_of_one_with_the_sources_in_their_turns(made, step):
     share, _ = made
@@ -96,7 +97,7 @@ def test_all_ranks_together_deliver_the_steps_of_one_with_the_sources_in_their_t
     assert (sources.tolist(), positions.tolist()) == (plain[0].tolist(), plain[2].tolist())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(shares(), st.integers(0, 30), st.sampled_from((1, 3)), st.booleans())
 def test_a_schedule_has_each_row_in_an_open_block_and_no_more_blocks_than_it_declares(made, begun, at_once, short):
     share, _ = made
@@ -160,6 +161,7 @@ def spread(batches: list[Rows]) -> float:
     return float(np.mean([max(each) - min(each) for each in lengths if each]))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
 def test_mixed_batches_have_like_lengths_and_each_sample_once(batches, urls):
     plain, within = (read(mixture(urls, batches=batches, bucket_by=by)) for by in (None, "tokens"))
@@ -172,6 +174,7 @@ def test_mixed_batches_have_like_lengths_and_each_sample_once(batches, urls):
     assert spread(within) < 0.5 * spread(plain)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
 def test_mixtures_resume_exactly_with_the_same_global_batches_at_any_world_size(batches, urls):
     whole = read(mixture(urls, batches=batches))
@@ -200,6 +203,7 @@ def test_three_ranks_have_the_steps_of_one(urls):
     ]
 
 
+@pytest.mark.long
 def test_samples_of_a_step_are_known_without_reading(urls):
     mixed = mixture(urls)
     for step, rows in enumerate(read(mixed)):
@@ -211,6 +215,7 @@ def test_samples_of_a_step_are_known_without_reading(urls):
     assert skipped == [rows for step, rows in enumerate(read(mixture(urls))) if not 5 <= step < 12]
 
 
+@pytest.mark.long
 def test_another_mixture_takes_over_where_a_window_ends_and_not_inside_one(urls):
     first = mixture(urls)
     seen = read(first, steps=20)
@@ -226,6 +231,7 @@ def test_another_mixture_takes_over_where_a_window_ends_and_not_inside_one(urls)
             read(mixture(urls, **change), state)
 
 
+@pytest.mark.long
 def test_new_weights_hold_after_the_window_that_has_begun(urls):
     changed = mixture(urls, stop="last", steps_per_epoch=60)
     seen = read(changed, steps=14)
@@ -240,6 +246,7 @@ def test_new_weights_hold_after_the_window_that_has_begun(urls):
     assert read(mixture(urls, stop="last", steps_per_epoch=60), state, steps=46) == rest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stop", "remainder"), [("first", "pad"), ("last", "drop")])
 def test_new_weights_in_the_last_window_of_an_epoch_hold_from_its_end_on(stop, remainder, urls):
     given: dict[str, Any] = {"stop": stop, "remainder": remainder, "batch_size": 32}
@@ -265,6 +272,7 @@ def test_a_state_belongs_to_its_buckets(change, urls):
         mixture(urls, **change).load_state_dict(state)
 
 
+@pytest.mark.long
 def test_sources_that_are_drawn_by_weights_or_selected_have_buckets(urls):
     drawn = sl.Source(urls[0], weights=np.arange(420) % 3, exclude=[1, 2, 3])
     mixed = mixture([drawn, sl.Source(urls[1], where=np.arange(130) % 2 == 0)], steps_per_epoch=60)
@@ -285,6 +293,7 @@ def test_a_plan_tells_the_padding_of_a_mixture(urls):
     assert forecast_mixture(weights, replace(options, bucket_by=None)).padding is None
 
 
+@pytest.mark.long
 def test_packed_rows_of_mixtures_have_like_costs_at_any_world_size(urls):
     def rows(balance: Any, **given: Any) -> list[list[tuple[int, int]]]:
         pack = {"tokens": sl.Pack(128, fit="best", balance=balance)}

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from amounts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_schedule import Engine, spans
@@ -40,6 +41,7 @@ def test_weights_become_whole_numbers_exactly(weights, whole):
     assert whole_weights(weights) == whole
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any))
 def test_weights_that_need_many_parts_are_rounded(weights):
     whole = whole_weights(weights)
@@ -55,6 +57,7 @@ def test_invalid_weights_are_errors(weights):
         whole_weights(weights)  # type: ignore[arg-type]
 
 
+@settings(max_examples=examples(100))
 @given(WEIGHTS)
 def test_turns_are_those_of_the_specification(weights):
     """SPEC.md, rule 10 of section 8, one turn at a time in fractions."""
@@ -70,6 +73,7 @@ def test_turns_are_those_of_the_specification(weights):
         had[source] += 1
 
 
+@settings(max_examples=examples(100))
 @given(WEIGHTS)
 def test_every_beginning_and_so_every_window_has_exact_shares(weights):
     phase, period = Phase.of_all(0, 1, tuple(weights)), sum(weights)
@@ -97,6 +101,7 @@ def phases_of(draw: st.DrawFn, sources: int) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+@settings(max_examples=examples(100))
 @given(st.integers(1, 4).flatmap(phases_of), st.data())
 def test_an_order_of_sources_can_be_entered_anywhere(phases, data):
     unit, count = phases[0].unit, len(phases[0].weights)
@@ -175,7 +180,8 @@ RARE = [EpochOrder(n, OrderParams(2, 8, 4), 2, 0) for n in (100, 30)]
 RARE_MIX = Mix(tuple(RARE), (1, 1), (Phase.of_all(0, 2, (8, 1)),), "first")
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.long
+@settings(max_examples=examples(60), deadline=None)
 @given(run=shares(), steps_at_once=st.sampled_from((1, 3)), short=st.booleans())
 @example(run=UNSHUFFLED, steps_at_once=1, short=False)
 @example(run=SHUFFLED, steps_at_once=1, short=False)
@@ -201,7 +207,7 @@ def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_onc
         assert begin == share.mix.bounds(share.epoch)[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(shares())
 def test_all_ranks_together_deliver_the_steps_of_one(run):
     share, step = run
@@ -216,7 +222,7 @@ def test_all_ranks_together_deliver_the_steps_of_one(run):
     assert alone.samples(position).tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(mixes())
 def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix):
     bounds = [mix.bounds(epoch) for epoch in range(3)]
@@ -242,6 +248,7 @@ def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     assert rows <= 1.05 * parts[0].num_samples  # blocks that two lanes share have two parts; the last step's padding
 
 
+@settings(max_examples=examples(100))
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(0, 5), st.booleans())
 def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch, other_batch, workers, taken, keep):
     sources = tuple(SourceIdentity(name, None, None, 900, OrderParams(4, 2, 8)) for name in "ab")
@@ -273,6 +280,7 @@ def test_a_state_of_many_changes_is_loaded_fast():
     assert time.perf_counter() - begun < 2
 
 
+@pytest.mark.long
 def test_tables_of_a_phase_do_not_stay_after_it():
     changed = often_changed(20)
     tracemalloc.start()

@@ -24,6 +24,7 @@ def equal(array: Any, tensor: Any) -> bool:
     return type(array) is type(tensor) and bool(array == tensor)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{"batch_size": 32, "pack": {"tok": 16}}, {"batch_size": None}])
 def test_it_yields_the_arrays_of_the_tensors(data, options):
     url = data(N)
@@ -74,5 +75,6 @@ print('done')
 """
 
 
+@pytest.mark.long
 def test_arrays_and_the_commands_need_no_torch(data):
     assert run_python("-c", WITHOUT_TORCH, data(64, "x", "label")).stdout.splitlines()[-1] == "done"

@@ -52,6 +52,7 @@ def test_zarr_python_reads_every_field(name):
         assert array.metadata.dimension_names[0] == "sample"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_zarr_python_reads_the_chunk_tables(name):
     """The tables are plain arrays: what they say adds up to the bytes that are stored."""
@@ -66,6 +67,7 @@ def test_zarr_python_reads_the_chunk_tables(name):
         assert int(table[..., 0].sum()) + indexes == layout["stored"]
 
 
+@pytest.mark.quick(21)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_zarrs_reads_every_field_of_fixed_shape_and_the_others_by_its_fallback(name, strict):
@@ -79,6 +81,7 @@ def test_zarrs_reads_every_field_of_fixed_shape_and_the_others_by_its_fallback(n
                     group[field][:]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_xarray_reads_every_field(name):
     with xarray.open_zarr(GOLDEN / name, consolidated=True) as ds:
@@ -88,6 +91,7 @@ def test_xarray_reads_every_field(name):
             assert_foreign(name, field, ds[field].values)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_dask_reads_every_field(name):
     for field in EXPECTED[name]["fields"]:
@@ -116,6 +120,7 @@ def test_a_root_of_splits_is_one_tree_of_groups():
         assert root[name].attrs["streamloader"]["digest"] == root.attrs["streamloader"]["splits"][name]["digest"]
 
 
+@pytest.mark.long
 def test_zarr_python_and_xarray_read_from_s3(moto):
     url = moto.url("golden")
     fs = fsspec.filesystem("s3", **moto.storage_options)

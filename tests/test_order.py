@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import reference_order as golden_orders
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,13 +65,13 @@ def test_shares_equal_the_golden_shares(golden):
     assert shares[0].global_steps(start) == len(golden["positions"])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cases())
 def test_order_equals_the_reference(case):
     assert order_of(case).samples_at(0, case.num_samples).tolist() == reference.samples(case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases(most=3000), st.data())
 def test_order_covers_every_sample_once_and_can_be_entered_at_any_position(case, data):
     order = order_of(case)
@@ -149,7 +150,7 @@ def test_mix_is_splitmix64_as_published():
     assert mix(np.array([0, 0x9E3779B97F4A7C15], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 700) | st.integers(1, 2**62), u64, st.lists(st.integers(0, 2**62), min_size=1, max_size=20))
 def test_permutation_equals_the_reference_at_any_size_and_inverse_undoes_it(num_blocks, key, numbers):
     arrivals = [number % num_blocks for number in numbers]

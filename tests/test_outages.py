@@ -71,6 +71,7 @@ def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, name: str = "
             time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plane", ["http", "s3"])
 def test_a_run_continues_after_a_restart_and_reports_what_it_waits_for(folder, plane, caplog):
     (port,) = free_ports(1)
@@ -127,6 +128,7 @@ WAITS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("path", "how", "waits"), WAITS)
 def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, waits):
     with folder_server(folder) as server, ThreadPoolExecutor(1) as pool:
@@ -175,6 +177,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/zarr.json", "/label/c/"])
 def test_ctrl_c_ends_an_opening_that_waits_for_the_end_of_an_outage(folder, path):
     with folder_server(folder) as server:
@@ -191,6 +194,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("plane", "path", "fault"), DAMAGED)
 def test_a_damaged_response_is_read_three_times_in_all(folder, plane, path, fault):
     with folder_server(folder) as server:

@@ -17,6 +17,7 @@ LATENCY = Store(latency=0.05)
 SEEDS = range(3)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("store", [CLOUD, FAR, BUSY, NEAR, LATENCY])
 def test_the_best_rate_is_reached_within_400_requests_and_kept(store, seed):
@@ -47,6 +48,7 @@ def test_a_store_that_throttles_is_used_just_below_its_limit(seed):
     assert race.run(2000) >= 0.85 * store.best(64)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_a_503_the_rate_comes_back(seed):
     race = Race(SLOW, seed=seed)
@@ -70,6 +72,7 @@ def test_after_a_503_the_rate_comes_back(seed):
     assert race.run(400) >= 0.95 * SLOW.best(64)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_a_server_do_not_drive_each_other_up(ranks, seed):
@@ -83,6 +86,7 @@ def test_ranks_that_share_a_server_do_not_drive_each_other_up(ranks, seed):
     assert race.run(400) >= 0.95 * NEAR.best(64)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("most", [1, 2, 5, 64, 100])
 def test_memory_limits_the_requests_in_flight(most):
     race = Race(LATENCY, most=(most,))

@@ -108,6 +108,7 @@ def take(dataset: Any, count: int | None = None) -> list[list[tuple[int, list[It
     return steps
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"memory": "4MB"}, {"shuffle": sl.Shuffle(block=3)}])
 def test_an_epoch_has_every_row_once_and_rows_are_those_of_the_plan(corpus, workers, options):
@@ -127,6 +128,7 @@ def test_an_epoch_has_every_row_once_and_rows_are_those_of_the_plan(corpus, work
     dataset.close()
 
 
+@pytest.mark.long
 def test_every_world_size_has_the_same_steps_of_one_shape_and_resumes_at_the_others_states(corpus):
     options = {"batch_size": 12, "remainder": "drop", "shuffle": sl.Shuffle(lanes=4, block=8)}
     whole = [sorted(step) for step in take(stream(corpus, **options))]
@@ -169,6 +171,7 @@ def test_documents_that_are_longer_than_a_row_are_left_out_and_counted_without_s
     assert "rows of 64" in repr(stream(corpus))
 
 
+@pytest.mark.long
 def test_several_fields_of_equal_lengths_are_packed_alike(corpus):
     packs = {"tokens": PACK, "mask": sl.Pack(LENGTH, fit="best", pad=100)}
     for workers in (0, 2):
@@ -178,6 +181,7 @@ def test_several_fields_of_equal_lengths_are_packed_alike(corpus):
             assert np.array_equal(batch["mask"], np.where(real, batch["tokens"] % 10, 100))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("columns", [(), ("cu_seqlens",), ("documents",), ("positions", "cu_seqlens")])
 def test_a_batch_has_the_columns_that_are_named_and_a_state_goes_on_with_others(corpus, columns, workers):
@@ -213,6 +217,7 @@ def test_selected_and_remaining_documents_are_packed(corpus, tmp_path):
     assert {*found} == {(d, start) for d in left for start in range(0, length_of(d), LENGTH)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mixture_packs_each_source_by_itself_and_follows_its_schedule(tmp_path, workers):
     urls = [write(tmp_path / str(number), 1000 * number, 200 + 50 * number) for number in range(3)]
@@ -266,6 +271,7 @@ def test_weights_by_tokens_count_those_of_rows_without_padding(tmp_path):
     assert [*mixture.shares("tokens").values()] == pytest.approx([0.5, 0.5], abs=1e-3)
 
 
+@pytest.mark.long
 def test_rows_of_like_attention_cost_come_together_at_any_world_size(corpus):
     pack = {"tokens": sl.Pack(LENGTH, fit="best", pad=PAD, balance="attention")}
     options = {"pack": pack, "batch_size": 12, "remainder": "drop", "shuffle": sl.Shuffle(lanes=4, block=8)}
@@ -284,6 +290,7 @@ def test_rows_of_like_attention_cost_come_together_at_any_world_size(corpus):
     assert [sorted(a + b + c) for a, b, c in zip(*ranks, strict=True)] == [sorted(step) for step in balanced]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["mask", "replace"])
 def test_bad_documents_are_left_out_of_their_rows_or_rows_are_replaced(corpus, tmp_path, kind):
     path = tmp_path / "bad"
@@ -403,6 +410,7 @@ def test_a_plan_has_the_rows_and_their_padding(corpus, capsys):
         parse_packs("tokens")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_joined_field_is_packed_like_that_of_its_left_side(tmp_path, workers):
     left, right = write(tmp_path / "left", count=200, others={"label": "int64"}), str(tmp_path / "right")
@@ -419,6 +427,7 @@ def test_a_joined_field_is_packed_like_that_of_its_left_side(tmp_path, workers):
         assert not {3, 7} & {*batch["tokens_documents"].ravel().tolist()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("size", "block"), [(20, 40), (400, 160)])
 def test_the_first_pass_warns_of_a_packed_join_that_is_read_many_times(tmp_path, monkeypatch, size, block):
     """The factor that it names is that of the bytes that are read, of documents that share rows or have several."""

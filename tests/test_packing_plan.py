@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import reference_order as golden_orders
+from amounts import examples
 from extensions import compiled, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,13 +73,14 @@ def either(request, monkeypatch):
         monkeypatch.setattr(packing, name, getattr(extension or packing, name if extension else f"_{name}"))
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["name"])
 def test_rows_equal_the_golden_rows(golden, either):
     case = golden_orders.PACKINGS[golden["name"]]
     assert rows_of(packed(case)) == [[tuple(item) for item in row] for row in golden["rows"]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(packings())
 def test_rows_equal_the_reference(case):
     assert rows_of(packed(case)) == reference.rows(case)
@@ -92,8 +94,9 @@ def plan_of(pack, rests, edges, length):
     return rows, out[0].tolist(), out[1][:rows].tolist(), out[2].tolist(), costs[:rows].tolist()
 
 
+@pytest.mark.long
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 63, 64, 255, 256, 4095, 4096, 2**18, 2**30]))
 def test_both_implementations_pack_the_same_rows(native, seed, length):
     rng = np.random.default_rng(seed)
@@ -118,7 +121,7 @@ def both(extension, name, *given):
 
 
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(packings(), st.data())
 def test_both_implementations_find_the_same_items(extension, case, data):
     found = packed(case)
@@ -136,7 +139,7 @@ def test_both_implementations_find_the_same_items(extension, case, data):
 
 
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([10, 60, 2**50]))
 def test_both_implementations_find_documents_in_their_slots(extension, seed, block, most):
     rng = np.random.default_rng(seed)
@@ -159,7 +162,7 @@ def test_both_implementations_find_documents_in_their_slots(extension, seed, blo
 
 
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 9), st.sampled_from(["int32", "int64", None]))
 def test_both_implementations_place_the_same_items(extension, seed, length, step_rows, numbers):
     rng = np.random.default_rng(seed)
@@ -268,7 +271,7 @@ def test_arrays_that_do_not_match_are_an_error(native, rests, edges, length):
             native(np.ones(2, np.uint32), np.array([0, 2]), 8, less)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(packings())
 def test_each_element_is_in_one_row_and_no_row_is_longer_than_its_length(case):
     found = packed(case)
@@ -282,14 +285,14 @@ def test_each_element_is_in_one_row_and_no_row_is_longer_than_its_length(case):
     assert found.dropped == len(case.lengths) - len(left)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(packings())
 def test_documents_are_cut_only_where_they_are_longer_than_a_row(case):
     for document, piece in (item for row in rows_of(packed(case)) for item in row):
         assert piece == 0 or case.lengths[document] > case.length
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(packings(), st.data())
 def test_rows_do_not_depend_on_the_arrays_in_which_lengths_arrive(case, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(case.lengths)), max_size=6)))
@@ -299,7 +302,7 @@ def test_rows_do_not_depend_on_the_arrays_in_which_lengths_arrive(case, data):
     assert found.digest == whole.digest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(packings(), st.data())
 def test_rows_can_be_read_anywhere_and_have_costs(case, data):
     found = packed(case, costs=True)
@@ -333,7 +336,7 @@ def test_a_block_of_rows_has_these_documents(case, block):
     assert found.most_items(block) == max(items)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(packings(), st.integers(0, 40))
 def test_the_documents_of_a_selection_are_its_samples(case, gap):
     chosen = np.arange(len(case.lengths)) * 3 + gap
@@ -363,6 +366,7 @@ def test_padding_is_below_two_percent(mean, deviation, length):
     assert found.real > 0.98 * len(found) * length
 
 
+@pytest.mark.long
 def test_many_short_documents_are_packed_in_little_memory():
     count = 3 << 16
     with datasets.within(12 << 20):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import crc32c
 import numpy as np
 import pytest
+from amounts import examples
 from format_data import (
     CODECS,
     StoreProxy,
@@ -56,8 +57,9 @@ def edit(store, change):
     store.put("zarr.json", json.dumps(document).encode())
 
 
+@pytest.mark.long
 @given(some_fields, st.integers(0, 70), st.sampled_from(CODECS), st.booleans(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_range_and_any_choice_of_samples_read_as_they_were_written(fields, count, codec, gaps, data):
     store, columns = memory_store(), columns_of(fields, count)
     layout = Layout(samples_per_shard=data.draw(st.sampled_from([1, 4, 16, 64])), chunk_size=40, block_size=200)
@@ -91,6 +93,7 @@ def test_chunks_without_a_chosen_sample_are_read_only_where_they_are_small():
     assert reader.runs_of(np.array([], np.int64)) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_no_damaged_bit_states_much_more_memory_than_the_samples_need(codec):
     store, manifest = dataset(fields={"blob": Field.parse("bytes")}, codec=codec)
@@ -106,7 +109,7 @@ def test_no_damaged_bit_states_much_more_memory_than_the_samples_need(codec):
 
 
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_runs_are_complete_adjacent_chunks_within_the_limit(count, max_bytes, data):
     store, manifest = dataset(count)
     start = data.draw(st.integers(0, count - 1))
@@ -192,6 +195,7 @@ HOSTILE = {  # further ones are in formats/streamloader/v1/bad
 }
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_one_clear_error(what):
     store, _ = dataset(5)
@@ -205,7 +209,7 @@ ROOT_STORE, ROOT_MANIFEST = dataset(5)
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data):
     store = memory_store()
     document = json.loads(ROOT_STORE.get("zarr.json"))
@@ -224,6 +228,7 @@ def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data):
         assert isinstance(error, errors.FormatError), error
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40), st.integers(1, 10), st.integers(1, 3))
 def test_a_cache_holds_the_values_used_last_that_fit_its_limit(uses, limit, least):
     cache, kept = LRUCache[int, int](limit, least), dict[int, int]()  # with its size, least recently used first

@@ -19,6 +19,7 @@ from streamloader.zarr.metadata import read_group
 from streamloader.zarr.reader import ArrayReader
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("store", PLAIN)
 def test_slices_become_fields_with_the_values_of_xarray(store, tmp_path):
     report = sl.convert(url_of(store), tmp_path / "out", rechunk="t2m,z@500,z@level=850,run", workers=0)
@@ -94,11 +95,13 @@ DECLARATIONS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("declaration", DECLARATIONS.values(), ids=DECLARATIONS)
 def test_a_rechunked_dataset_takes_the_same_declarations_with_the_same_values(declaration, weather):
     assert_same_samples(*weather, **{"sample_axis": "time", **declaration})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("store", PLAIN)
 def test_stores_of_every_kind_are_rechunked_with_their_coordinates(store, tmp_path):
     url = url_of(store)
@@ -107,6 +110,7 @@ def test_stores_of_every_kind_are_rechunked_with_their_coordinates(store, tmp_pa
     assert_same_samples(url, tmp_path / "out", sample_axis=axis, fields=["t2m", "z", "run"], windows=sl.Window(3))
 
 
+@pytest.mark.quick(1)
 def test_each_split_and_a_dataset_made_of_another_keep_times_and_coordinates(weather, tmp_path):
     url, out = weather
     channels = sl.Channels("z@500", "lat", "time_of_year")
@@ -120,6 +124,7 @@ def test_each_split_and_a_dataset_made_of_another_keep_times_and_coordinates(wea
     np.testing.assert_array_equal(found[np.argsort(found[:, 2, 0, 0])], whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("version", [2, 3])
 def test_times_without_units_and_values_that_are_kept_as_stored(version, tmp_path):
     """numpy's times have their unit in the dtype; what `--raw` keeps packed is unpacked when it is read."""
@@ -144,6 +149,7 @@ def test_times_without_units_and_values_that_are_kept_as_stored(version, tmp_pat
         sl.StreamingDataset(tmp_path / "out", batch_size=1, decode_cf=False, **declared)
 
 
+@pytest.mark.quick(1)
 def test_an_append_needs_the_same_coordinates_and_units(weather, tmp_path):
     url, out = weather
     shutil.copytree(out, tmp_path / "out")
@@ -163,6 +169,7 @@ def test_an_append_needs_the_same_coordinates_and_units(weather, tmp_path):
     assert sl.verify(tmp_path / "out").ok
 
 
+@pytest.mark.quick(1)
 def test_mapped_fields_are_not_the_arrays_of_the_store(weather, tmp_path):
     rechunk, half = {"rechunk": "T2M", "sample_axis": "time"}, lambda sample: {"t2m": sample["t2m"] / 2}
     sl.convert(weather[0], tmp_path / "out", map=half, workers=0, **rechunk)
@@ -209,6 +216,7 @@ def test_a_slice_is_named_by_its_value_whatever_its_coordinate(tmp_path):
     np.testing.assert_array_equal(sl.open(tmp_path / "out")[:]["q_500"], values[:, 1])
 
 
+@pytest.mark.long
 def test_arrays_of_groups_below_keep_their_coordinates(tmp_path):
     root = zarr.open_group(tmp_path / "x.zarr", mode="w")
     root.create_array("g/time", data=np.array([0, 1, 2, 10, 11, 12]), dimension_names=["time"]).attrs["units"] = (
@@ -227,6 +235,7 @@ def test_arrays_of_groups_below_keep_their_coordinates(tmp_path):
         assert sorted(batch["index"].tolist()) == [0, 1, 3, 4]
 
 
+@pytest.mark.long
 def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_path):
     for name, options in (("a", {"workers": 2}), ("b", {"workers": 0, "shuffle": 3})):
         sl.convert(
@@ -257,6 +266,7 @@ def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(tmp
     assert sorted(fetched) == [f"c/{n}/0/{x}" for n in (0, 1, 4, 5) for x in (0, 1)]
 
 
+@pytest.mark.long
 def test_rows_that_are_left_out_take_little_memory(tmp_path):
     """Chunks have all rows of a few columns: the rows between two would be the whole array, 256 MiB."""
     script = """

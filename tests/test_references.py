@@ -132,6 +132,7 @@ ATTACKS = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("expression", ATTACKS)
 def test_an_expression_that_is_no_name_or_arithmetic_is_an_error_and_nothing_is_sent(expression, tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_OF_A_TEST", "the-value-of-the-secret")
@@ -228,6 +229,7 @@ def test_folders_of_a_host_share_a_client(protocol, tmp_path):
             client.get("a/4.0")
 
 
+@pytest.mark.long
 def test_a_redirect_takes_no_options_to_another_host(tmp_path):
     with recorders({"data": VALUES.tobytes()}) as (own, other):
         own.bodies["refs.json"] = json.dumps(references(*(["moved", n, 16] for n in (0, 16, 32, 48)))).encode()
@@ -261,6 +263,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("url", ELSEWHERE)
 @pytest.mark.parametrize("options", [{}, {"remote_options": {}}, {"allow": ["/etc/pass", "http://169.254.169"]}])
 def test_local_files_and_link_local_addresses_are_not_read_unless_they_are_allowed(url, options, tmp_path, monkeypatch):
@@ -299,6 +302,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("url", HOSTS)
 def test_a_url_that_looks_like_the_own_host_is_another(url):
     with recorders({}) as (own, _):
@@ -351,6 +355,7 @@ PAGES = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", PAGES)
 def test_a_page_that_cannot_be_read_is_an_error_that_names_it(damage, tmp_path):
     path = store(tmp_path) / "z" / "refs.1.parq"
@@ -373,6 +378,7 @@ def test_a_page_is_asked_for_again_by_the_pass_that_needs_it(tmp_path):
         assert sum("/z/refs.0.parq" in asked for asked in server.paths) == 4
 
 
+@pytest.mark.long
 def test_a_pass_that_ends_while_a_page_cannot_be_read_leaves_no_thread(tmp_path):
     path = store(tmp_path)
     with folder_server(tmp_path) as server:
@@ -436,6 +442,7 @@ def group(path: Path, version: int, **arrays: Any) -> dict[str, bytes]:
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize(("absent", "protocol"), [(403, "http"), (404, "http"), (403, "s3")])
 def test_named_fields_of_a_store_that_cannot_be_listed_are_read_with_their_coordinate(
@@ -470,6 +477,7 @@ def location(endpoint: str, protocol: str) -> tuple[str, dict[str, Any]]:
     return "s3://bucket", keys
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("protocol", ["http", "s3"])
 def test_credentials_that_expire_are_no_missing_chunks(protocol, tmp_path):
     bodies = {f"bucket/{name}": body for name, body in group(tmp_path, 3, a=np.arange(64)).items()}
@@ -509,6 +517,7 @@ def test_a_store_that_forbids_everything_is_an_access_error(tmp_path):
             sl.StreamingDataset(server.endpoint, **options, zarr_format=4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("chunks", [{}, {"a/0.0": None}])
 def test_a_field_without_any_chunk_is_an_error_unless_that_is_allowed(chunks, tmp_path):
     document = references()
@@ -521,6 +530,7 @@ def test_a_field_without_any_chunk_is_an_error_unless_that_is_allowed(chunks, tm
         read(tmp_path / "refs.json", strict=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [None, (4, 4)])
 def test_one_chunk_anywhere_is_enough(shards, tmp_path):
     array = zarr.create_array(tmp_path / "a", shape=(64, 4), chunks=(2, 4), shards=shards, dtype="i4", fill_value=7)
@@ -556,6 +566,7 @@ def test_a_chain_reads_the_references_beside_its_file_and_no_others(tmp_path):
 MUTATIONS = [b"[", b"{", b"9", b'"', b"null", b"-", b"\xff", b"base64:", b"{{", b"1e9"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["kerchunk.json", "kerchunk.parquet"])
 def test_a_mutated_file_of_references_is_read_or_is_an_error_of_ours(name, tmp_path):
     path = store(tmp_path, name, name)
@@ -661,6 +672,7 @@ next(batches)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, longer(4)])
 @pytest.mark.parametrize("name", ["kerchunk.parquet", "icechunk"])
 def test_a_process_ends_in_the_middle_of_a_pass(name, count):
@@ -684,6 +696,7 @@ sys.slow = Slow()
 """
 
 
+@pytest.mark.long
 def test_the_end_of_a_process_waits_for_a_thread_of_icechunk_whose_result_was_used():
     """It would need the interpreter while that ends, which takes long here, and abort."""
     run_python("-c", LATE + EXIT, url_of("icechunk"))

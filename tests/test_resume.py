@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from amounts import examples
 from datasets import flat, planned, seen, take
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def resumed(path: str, state: dict[str, Any], *arguments: Any, **options: Any) -
     return ds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("steps", [0, 1, 5, 75])
 def test_a_state_goes_on_after_the_last_batch_handed_out(path, steps):
     whole = take(open_rank(path))
@@ -117,7 +119,7 @@ def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path):
     assert take(iter(ds), 1)[0] == planned(ds, epoch=3)[:8]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_sample_comes_once_through_any_changes_of_the_world(path, data):
     """Legs of a run, each with its own ranks and batch size, saved and loaded in between."""
@@ -245,6 +247,7 @@ def test_a_state_of_an_earlier_release_has_no_version_and_no_number_of_samples(p
     assert take(resumed(path, state)) == whole[3:]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["dataset", "where", "mixture"])
 def test_a_run_resumes_on_the_version_of_its_state_however_often_the_dataset_grew(grown, kind):
     url, delivered = grown
@@ -347,6 +350,7 @@ def epochs(ds: Any, count: int) -> list[list[int]]:
     return [batch for _ in range(count) for batch in take(ds)]
 
 
+@pytest.mark.long
 def test_steps_per_epoch_yields_that_many_batches_across_the_epochs_of_the_data(path):
     whole = epochs(open_rank(path), 4)
     ds = open_rank(path, steps_per_epoch=STEPS)
@@ -359,6 +363,7 @@ def test_steps_per_epoch_yields_that_many_batches_across_the_epochs_of_the_data(
     assert take(long) + take(iter(long), 60) == whole[:260]
 
 
+@pytest.mark.long
 def test_a_loop_of_steps_resumes_with_the_rest_of_its_steps(path):
     whole = epochs(open_rank(path), 3)
     ds = open_rank(path, steps_per_epoch=STEPS)
@@ -423,6 +428,7 @@ def test_a_mixture_takes_steps_per_epoch_too(path):
     assert ds.state_dict(batches=7) == ds.state_dict()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("steps", [3, STEPS, 1])
 def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_dropped(path, steps):
     ds = open_rank(path, steps_per_epoch=steps)
@@ -431,6 +437,7 @@ def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_droppe
     datasets.assert_threads_end()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*consumers do not divide")
 def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(path):
     size = 2 * open_rank(path)._datasets[0].manifest.order.lanes

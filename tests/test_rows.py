@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from amounts import examples
 from extensions import compiled, module_with, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +106,7 @@ def model(source, starts, sizes, length, at):
 
 @needs_compiler
 @given(drawn_rows())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_both_copy_what_the_model_copies_or_nothing(native, drawn):
     source, starts, sizes, length, at = drawn
     given_, target = copied(native, source, starts, sizes, length, at)
@@ -117,7 +118,7 @@ def test_both_copy_what_the_model_copies_or_nothing(native, drawn):
 
 @needs_compiler
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_both_fill_what_ascending_rows_leave_or_nothing(native, data):
     sizes = ints(data.draw(st.lists(st.integers(0, 5), max_size=8)))
     gaps = [data.draw(st.integers(0, 4)) for _ in range(len(sizes) + 1)]
@@ -279,7 +280,7 @@ def lengths(rows, data, count):
 
 @needs_compiler
 @given(st.one_of(chunks(), st.tuples(st.binary(max_size=99), st.integers(0, 9))))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_both_parse_the_same_lengths_and_find_the_same_damage(native, chunk):
     found = lengths(native, *chunk)
     assert found == lengths(PYTHON, *chunk)
@@ -313,10 +314,12 @@ print(rows.copy is rows._copy, int(found["x"].sum()), sum(map(len, found["t"])))
 """
 
 
+@pytest.mark.long
 def test_without_the_extension_datasets_are_written_and_read(tmp_path):
     assert run_python("-c", WITHOUT, tmp_path / "data").stdout.split() == ["True", "161700", "4950"]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_package_builds_with_a_compiler_and_without_one_and_contains_the_source(tmp_path):
     pytest.importorskip("setuptools")

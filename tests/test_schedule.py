@@ -102,6 +102,7 @@ def check_replay(share: Share, start: int, steps_at_once: int = 1) -> Engine:
     return engine
 
 
+@pytest.mark.long
 @settings(max_examples=examples(300), deadline=None)
 @given(runs(), st.just(1) | st.integers(2, 9), st.booleans())
 def test_replay_gives_the_samples_of_the_positions_within_the_slots(run, steps_at_once, short):
@@ -178,6 +179,7 @@ LONG = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("num_samples", "params", "seconds"), LONG)
 def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(num_samples, params, seconds):
     share = share_of(num_samples, params, 256, World(0, 1))

@@ -120,6 +120,7 @@ def is_loopback(call: ast.Call) -> bool:
     return isinstance(host, ast.Constant) and host.value in LOOPBACK
 
 
+@pytest.mark.long
 def test_the_package_runs_nothing_that_it_reads_and_serves_nobody_else():
     found = {
         (path.relative_to(PACKAGE).as_posix(), function, rule): line
@@ -230,6 +231,7 @@ def decoders(**options):
     yield ImageDecoder.choose(sl.Decode(size=(32, 32), device="cpu", **options), "image")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gray", "bmp", "gif", "webp", "ppm"])
 def test_an_image_of_too_many_pixels_is_not_decoded(kind):
     side = 16_383 if kind == "webp" else 60_000  # its greatest
@@ -240,6 +242,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(kind):
                 decoder.decode(data, 0, crop=np.zeros(10, np.int64))
 
 
+@pytest.mark.long
 def test_a_real_bomb_of_a_dataset_is_a_bad_sample_in_bounded_memory(tmp_path):
     images = [bomb("png") if i % 4 == 1 else bomb("jpeg", 64) for i in range(16)]
     write_images(tmp_path / "data", images, "mixed")
@@ -299,6 +302,7 @@ def test_links_that_lead_out_of_a_source_are_followed_on_request_only(linked, tm
     assert sum(manifest.num_samples for manifest in report.manifests.values()) == 3
 
 
+@pytest.mark.long
 def test_names_in_an_archive_are_only_text(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in ("../../outside.txt", "/etc/outside.txt"):

@@ -113,6 +113,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("where", "expected"), CHOSEN)
 def test_every_selected_sample_comes_once_an_epoch_and_no_other(url, where, expected, shuffle):
@@ -197,6 +198,7 @@ def large(data: Any) -> str:
     return data(8000, "x", layout=Layout(1 << 22, 1 << 18, 1 << 14, codec="none"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:8 ranks are more than")
 @pytest.mark.parametrize("where", [slice(1000, 3000), slice(1001, 3333), slice(0, 40_000, 3)])
 def test_eight_ranks_each_read_about_their_share_of_a_selection(large, where):

@@ -57,6 +57,7 @@ def later(urls: tuple[str, str]) -> dict[str, float]:
     return dict(zip(urls, (1, 3), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "at"), [(0, 0), (0, 7), (9, 9), (9, 20), (9, None)])
 def test_weights_that_are_set_give_the_run_that_had_them_in_its_schedule(urls, workers, before, at):
@@ -75,6 +76,7 @@ def planned_on(urls: tuple[str, str], at: int) -> Any:
     return ds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("by", "at"), [("steps", 12), ("samples", 290), ("tokens", 1000)])
 @pytest.mark.filterwarnings("ignore:3 consumers")
 def test_any_ranks_agree_and_states_from_before_and_after_the_change_resume_exactly(urls, by, at):
@@ -103,6 +105,7 @@ def together(parts: list[list[Rows]]) -> list[Rows]:
     return [sorted(flat(step)) for step in zip(*parts, strict=True)]
 
 
+@pytest.mark.long
 def test_passes_that_end_with_the_epoch_go_on_with_the_weights(urls):
     options: dict[str, Any] = {"steps_per_epoch": None, "schedule": None}
     whole = opened(urls, **options | {"schedule": {12: later(urls)}})
@@ -122,6 +125,7 @@ def test_passes_that_end_with_the_epoch_go_on_with_the_weights(urls):
     assert take(ds.replay(0, [3, 14])) == [first[3], first[14]]
 
 
+@pytest.mark.long
 def test_a_state_of_batches_that_were_trained_has_the_weights(urls):
     ds, whole = opened(urls), take(planned(urls, 12))
     iterator = iter(ds)
@@ -133,6 +137,7 @@ def test_a_state_of_batches_that_were_trained_has_the_weights(urls):
     assert begun[:5] + take(other) == whole
 
 
+@pytest.mark.long
 def test_set_weights_twice_and_with_samples_that_come_singly(urls):
     schedule = {10: later(urls), 20: {urls[1]: 1}}
     whole = take(opened(urls, schedule=schedule))
@@ -155,6 +160,7 @@ def rows_of(sample: dict[str, Any]) -> tuple[int, int]:
     return int(sample["source"]), int(sample["index"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("stop", "kept"), [("first", 1), ("last", 0)])  # the other one ends the epochs
 def test_a_source_that_is_dropped_in_a_later_epoch_loses_and_repeats_no_sample(urls, stop, kept):
     ds = opened(urls, 8, schedule=None, stop=stop, remainder="drop", steps_per_epoch=None)
@@ -179,6 +185,7 @@ def test_a_source_that_is_dropped_in_a_later_epoch_loses_and_repeats_no_sample(u
     assert indexes == expected.tolist()
 
 
+@pytest.mark.long
 def test_what_cannot_be_set_is_an_error_and_changes_nothing(urls):
     ds = opened(urls)
     iterator = iter(ds)
@@ -200,6 +207,7 @@ def test_what_cannot_be_set_is_an_error_and_changes_nothing(urls):
         NumpyMixture({inner: 1}, batch_size=8).set_weights({inner: 2})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_unpickled_mixture_takes_weights_as_the_original_does(urls, nested):
     ds = NumpyMixture({opened(urls, schedule=None): 1}, batch_size=24, with_index=True) if nested else opened(urls)
@@ -217,6 +225,7 @@ def test_an_unpickled_mixture_takes_weights_as_the_original_does(urls, nested):
     assert nested or both[ds] == take(planned(urls, 5))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["set_epoch", "load_state_dict"])
 def test_workers_that_live_on_never_go_on_with_the_weights_before(urls, how):
     given: dict[str, Any] = {"cls": Mixture, "steps_per_epoch": None, "schedule": None}
@@ -236,6 +245,7 @@ def test_workers_that_live_on_never_go_on_with_the_weights_before(urls, how):
     assert take(DataLoader(ds, **options)) == take(expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("by", "before", "at"), [("steps", 11, 12), ("samples", 280, 290), ("tokens", 960, 1000)])
 def test_shares_are_those_of_the_weights_in_force_at_a_step_also_after_a_resume(urls, by, before, at):
     options = {"schedule": {3000: {urls[0]: 1}}, "schedule_by": by}
@@ -259,6 +269,7 @@ def rounded(shares: dict[Any, float]) -> list[float]:
     return [round(share, 2) for share in shares.values()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stop", "kept"), [("first", 1), ("last", 0)])
 def test_steps_are_skipped_once_where_an_epoch_begins_again(urls, stop, kept):
     options: dict[str, Any] = {"schedule": None, "stop": stop, "remainder": "drop", "steps_per_epoch": None}

@@ -73,6 +73,7 @@ def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch):
         order(replace(mixer, options=()), SETTING, 0)
 
 
+@pytest.mark.long
 def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path):
     rng = np.random.default_rng(0)
     photos = [rng.integers(0, 120 + 15 * i, (40, 40, 3), np.uint8) for i in range(10)]
@@ -91,6 +92,7 @@ def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path):
     assert (tmp_path / "shuffles.png").stat().st_size > 10_000
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fields", "held"),
     [({"x": "uint8[512]", "label": "int64"}, True), ({"x": "uint8[2048]", "label": "int64"}, False)],

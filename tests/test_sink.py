@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from amounts import examples
 from format_data import (
     ALL_KINDS,
     CODECS,
@@ -49,6 +50,7 @@ def assert_equal(group: Any, fields: dict[str, Field], columns: dict[str, Any]) 
         assert same(decoded(group[name], field), columns[name]), name
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 100])
 @pytest.mark.parametrize("codec", CODECS)
 def test_zarr_python_reads_every_kind_of_field(count, codec, tmp_path):
@@ -66,7 +68,7 @@ def test_zarr_python_reads_every_kind_of_field(count, codec, tmp_path):
 
 
 @given(some_fields, st.integers(0, 60), st.sampled_from([1, 4, 32]), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_zarr_python_reads_random_geometries(fields, count, shard, known):
     store, columns = memory_store(), columns_of(fields, count)
     layout = Layout(samples_per_shard=shard, chunk_size=50, block_size=150)

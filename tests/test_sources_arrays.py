@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from amounts import examples
 from datasets import within
 from format_data import Counting
 from hypothesis import HealthCheck, given, settings
@@ -85,7 +86,7 @@ LAYOUTS = [
     rows=st.sets(st.integers(0, 99), min_size=1),
     userblock=st.sampled_from([0, 512]),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_hdf5_rows_are_what_h5py_reads(tmp_path, dtype, layout, rows, userblock):
     values = np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 100, (100, 5)).astype(dtype)
     with h5py.File(tmp_path / "it.h5", "w", userblock_size=userblock) as file:
@@ -270,6 +271,7 @@ def test_a_file_that_changes_after_it_was_listed_is_named(tmp_path):
     assert_error((SourceChangedError, SourceError), r"it.h5", source)
 
 
+@pytest.mark.long
 def test_reading_few_rows_of_a_large_file_takes_little_memory(tmp_path):
     with h5py.File(tmp_path / "it.h5", "w") as file:
         file.create_dataset("flat", (400_000, 250), "f4")[::1000] = 1  # 400 MB, mostly a hole
@@ -304,7 +306,7 @@ def test_blocks_are_read_once_and_ahead_where_they_follow_each_other(tmp_path):
 
 
 @given(data=st.data(), size=st.integers(1, 300), gap=st.integers(0, 400))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_at_any_bytes_are_read_into_place_by_every_plane(tmp_path, monkeypatch, data, size, gap):
     monkeypatch.setattr(ranged_io, "GAP_BYTES", gap)
     monkeypatch.setattr(ranged_io, "REQUEST_BYTES", 256)
@@ -332,7 +334,7 @@ def test_rows_at_any_bytes_are_read_into_place_by_every_plane(tmp_path, monkeypa
     version=st.sampled_from([1, 2]),
     selected=st.booleans(),
 )
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_classic_files_read_as_scipy_wrote_them(tmp_path, rows, variables, version, selected):
     rng = np.random.default_rng(0)
     written = {}
@@ -489,7 +491,7 @@ def edit(path, **changes):
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_zarr_rows_are_what_zarr_reads(tmp_path, data):
     dtype = data.draw(st.sampled_from(["bool", "i1", ">i4", "<u8", "f2", ">f8"]))
     shape = (data.draw(st.integers(1, 30)), *data.draw(st.lists(st.integers(1, 4), max_size=2)))
@@ -613,6 +615,7 @@ BAD_ZARR = {
 }
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("case", BAD_ZARR)
 def test_zarr_that_cannot_be_converted_is_named_when_it_is_opened(case, tmp_path):
     assert_refused(BAD_ZARR[case], tmp_path, name="it.zarr")
@@ -703,7 +706,7 @@ def test_what_is_missing_in_a_dataset_of_streamloader_is_an_error_and_not_a_fill
     dtype=st.sampled_from(["uint8", "uint16", "int32", "uint32", "float64"]),
     data=st.data(),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_token_rows_are_what_numpy_reads(tmp_path, lengths, row, dtype, data):
     shutil.rmtree(tmp_path / "bins", ignore_errors=True)
     (tmp_path / "bins").mkdir()
@@ -760,6 +763,7 @@ def test_bins_beside_an_index_are_not_token_files(tmp_path):
     assert_error(SourceError, "no known format fits", tmp_path, TOKENS)
 
 
+@pytest.mark.long
 def test_contiguous_rows_of_tokens_take_no_memory_but_their_own(tmp_path):
     with (tmp_path / "it.bin").open("wb") as file:
         file.truncate(64 << 20)
@@ -768,6 +772,7 @@ def test_contiguous_rows_of_tokens_take_no_memory_but_their_own(tmp_path):
         assert read(source)["t"].nbytes == 64 << 20
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", [{}, {"chunks": (7,)}, {"chunks": (7,), "compression": "gzip", "shuffle": True}])
 @pytest.mark.parametrize(("size", "before"), [(2, 0), (4, 512), (8, 1024)])
 def test_values_of_variable_length_are_read_whatever_the_sizes_of_addresses_and_the_layout(

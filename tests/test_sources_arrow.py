@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import FORMATS, assert_error, bad_rows, files, kinds_of, opened, plain, recorded, rows_of, write_table
@@ -83,7 +84,7 @@ def test_rows_of_nested_fixed_lists_are_picked_from_the_middle_of_a_block(tmp_pa
 
 @pytest.mark.parametrize("form", ["parquet", "file", "stream", "legacy"])
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_every_supported_column_has_its_values_and_rows_with_nulls_are_refused(form, data, tmp_path_factory):
     table, rows = random_table(data)
     size = data.draw(st.integers(-(-len(rows) // 8), 8), "rows of a block")  # of 8 blocks every list's length is seen

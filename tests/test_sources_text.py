@@ -14,7 +14,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 import zstandard
-from amounts import longer
+from amounts import examples, longer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sources import assert_error, bad_rows, files, npy_bytes, opened, png, read, recorded, rows_of, tar_bytes
@@ -63,7 +63,7 @@ def naive_records(data, blank, delimiter):
 
 
 @given(st.text('ab,"\n\r ', max_size=60), st.booleans(), st.data())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_records_are_the_same_however_the_text_is_cut_into_blocks(text, quoted, data):
     style = Style(b"\r\n", b",") if quoted else Style(b" \t\r\n")
     raw = text.encode()
@@ -88,7 +88,7 @@ CELLS = st.text(st.sampled_from('ab,;"\t|\n\r é\ufeff'), max_size=6)
     st.sampled_from(list(PACK)),
     st.data(),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_output_of_the_csv_module_is_read_back(tmp_path_factory, rows, delimiter, end, quoting, packed, data):
     out = io.StringIO(newline="")
     writer = csv.writer(out, delimiter=delimiter, lineterminator=end, quoting=quoting)
@@ -117,7 +117,7 @@ def test_output_of_the_csv_module_is_read_back(tmp_path_factory, rows, delimiter
         max_size=5,
     )
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_type_that_is_inferred_holds_every_cell_it_was_inferred_from(cells):
     field = infer_cells(cells)
     filled = [cell for cell in cells if cell.strip()]
@@ -257,6 +257,7 @@ def with_bad(kind, bad):
 BAD_KINDS = [*(("csv", case) for case in BAD_ROWS), *(("jsonl", case) for case in BAD_LINES)]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("packed", ["", "gzip"])
 @pytest.mark.parametrize(("kind", "case"), BAD_KINDS)
 def test_a_bad_record_is_reported_by_file_and_line_and_left_out(kind, case, packed, tmp_path, monkeypatch):
@@ -275,6 +276,7 @@ def test_a_bad_record_is_reported_by_file_and_line_and_left_out(kind, case, pack
     assert rows_of(source, [99, 101]) == good[:2]
 
 
+@pytest.mark.long
 def test_many_bad_rows_are_all_found(tmp_path):
     good = (np.random.default_rng(0).random(2000) < 0.9).tolist()
     rows = b"".join(b"%d,x\n" % i if fine else b"?,x\n" for i, fine in enumerate(good))
@@ -357,7 +359,7 @@ def unpack(packed, data, size=1 << 20):
 
 @pytest.mark.parametrize("packed", PACKINGS)
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.integers(1, 40), st.integers(0, 9), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_all_members_are_unpacked_whatever_the_pieces_and_padding(packed, members, size, padding, data):
     raw = b"".join(PACK[packed](member) for member in members)
     assert compression_of(raw[: ranged_io.MAGIC_BYTES]) == packed
@@ -402,6 +404,7 @@ def rle_bomb():
 BOMBS = {packed: lambda packed=packed: PACK[packed](bytes(64 << 20)) for packed in PACKINGS} | {"zstd blocks": rle_bomb}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_unpacked_in_small_blocks(bomb):
     blocks = decompressed(bomb.split(maxsplit=1)[0], pieces(BOMBS[bomb](), 8 << 20), "it")
@@ -449,6 +452,7 @@ def write_tar(path, count):
     path.write_bytes(gzip.compress(tar_bytes({name: data for some in members for name, data in some.items()}), 1))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("write", "name", "key"), [(write_lines, "it.jsonl.gz", "n"), (write_tar, "it.tar", "n_cls")])
 def test_ascending_parts_unpack_a_file_once(write, name, key, requests, tmp_path):
     write(tmp_path / name, 3000)
@@ -510,6 +514,7 @@ print("right in both")
 """
 
 
+@pytest.mark.long
 def test_a_forked_child_begins_anew(tmp_path):
     # several requests: one is under way when the process forks
     write_lines(tmp_path / "it.jsonl.gz", 1000, size=20_000)
@@ -529,6 +534,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "packed"), [("jsonl", "gzip"), longer("csv", "zstd"), longer("csv", "")])
 def test_memory_is_bounded_however_large_a_file_unpacks(kind, packed, tmp_path):
     head, line = (b"n,t\n", b"%d,") if kind == "csv" else (b"", b'{"n":%d,"t":"')
@@ -550,6 +556,7 @@ def test_memory_is_bounded_however_large_a_file_unpacks(kind, packed, tmp_path):
 TAR_PACKINGS = {"gzip": [".tar.gz", ".tgz", ".tar"], "bzip2": [".tar.bz2"], "xz": [".tar.xz"], "zstd": [".tar.zst"]}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("packed", "ending"), [(packed, one) for packed in PACKINGS for one in TAR_PACKINGS[packed]])
 def test_a_compressed_tar_is_read_like_a_plain_one(packed, ending, tmp_path):
     draw = random.Random(0)

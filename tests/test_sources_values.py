@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xarray as xr
+from amounts import examples
 from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,9 +64,10 @@ INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "int64")
 FACTORS = st.sampled_from([0.01, 0.866, 1e-3, 276.5, 76706.0])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("suffix", WRITERS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_packed_values_are_those_that_xarray_gives(suffix, data, tmp_path_factory):
     classic = suffix == "_classic.nc"
     kinds = ["int8", "int16", "int32", "float32", "float64"] if classic else [*INTEGERS, "float32", "float64"]
@@ -263,6 +265,7 @@ NULLS = {
 }
 
 
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("case", NULLS)
 def test_nulls_are_refused_or_filled(case, written, tmp_path):
     array, kind, fill, expected = NULLS[case]

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from amounts import examples
 from datasets import flat, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ def test_force_needs_the_number_of_samples_that_states_of_earlier_releases_do_no
         assert "force" not in raised.value.remedy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 8), st.sampled_from(("pad", "drop", "uneven")), st.data())
 def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_samples, size, batch, remainder, data):
     share = share_of(num_samples, batch, World(0, size), remainder)
@@ -103,7 +104,7 @@ def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_s
         CURSOR.advance(steps + 1, share)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 300), st.integers(1, 4), st.data())
 def test_workers_advance_in_rounds_and_another_number_repeats_the_round(num_samples, workers, data):
     share = share_of(num_samples, 3, World(0, 2 * workers), "pad")
@@ -154,7 +155,8 @@ def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int]]:
     return share.skipping(skip_steps(share, left_out, position)), position, left_out
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.long
+@settings(max_examples=examples(150), deadline=None)
 @given(gapped(), st.integers(1, 5))
 def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
     share, position, left_out = run
@@ -169,7 +171,7 @@ def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, a
     assert flat([plan.samples.tolist() for plan in made]) == flat(wanted)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(gapped())
 def test_a_state_passes_gaps_and_records_them(run):
     share, position, left_out = run
@@ -199,6 +201,7 @@ def test_a_run_that_begins_within_a_gap_begins_after_it():
     assert list(share.at_epoch(1).parts(0)) == [(10, None)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_are_left_out_on_every_rank(url, size):
     skips = {0: [0, 3, 4], 1: range(2)}
@@ -216,6 +219,7 @@ def test_steps_are_left_out_on_every_rank(url, size):
         assert "skipped" not in plain.state_dict()
 
 
+@pytest.mark.long
 def test_a_run_resumes_over_a_gap_from_any_step_at_another_world_size(url):
     skips = {0: range(3, 6)}
     every = take(iter(dataset(url, 32, skip_steps=skips)))
@@ -307,6 +311,7 @@ def test_a_state_with_invalid_gaps_is_an_error(skipped):
 # ---- which samples a step delivers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("remainder", ["pad", "uneven"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_samples_names_the_rows_of_every_batch_on_every_rank(url, size, remainder):
@@ -327,6 +332,7 @@ def test_samples_reads_no_data(url):
     assert ds.epoch == 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* DataLoader workers on each rank")
 def test_samples_names_the_batches_of_workers(url):
     ds = dataset(url, world=(1, 2))

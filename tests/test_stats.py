@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import examples
 from datasets import encoded, write_images
 from folder_server import folder_server
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -87,6 +88,7 @@ def test_the_limit_does_not_depend_on_how_long_was_measured(stats, factor):
     assert longer.limit == stats.limit
 
 
+@settings(max_examples=examples(100))
 @given(any_stats, any_stats)
 def test_an_interval_and_what_came_before_it_make_the_whole(before, interval):
     whole = dataclasses.replace(interval, **{name: getattr(before, name) + getattr(interval, name) for name in SUMS})
@@ -359,6 +361,7 @@ def test_a_wait_of_stall_seconds_for_a_transform_is_logged_once(data):
         )
 
 
+@pytest.mark.long
 def test_a_wait_of_stall_seconds_for_a_store_names_the_request_that_it_waits_for(vectors):
     with folder_server(vectors) as server:
         server.behave = "stall"

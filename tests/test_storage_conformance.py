@@ -57,6 +57,7 @@ def reader(store):
     return store.reader()
 
 
+@pytest.mark.quick(32)
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_every_store_keeps_the_law(law, root_url, store, request):
     name = request.node.callspec.params["root_url"]
@@ -72,6 +73,7 @@ def test_every_store_keeps_the_law(law, root_url, store, request):
         law.check(Place(store, 205 if name == "moto" else 20))  # moto's pages hold 100
 
 
+@pytest.mark.quick(2)
 def test_every_store_tells_when_an_object_was_written(store, tmp_path):
     begin = datetime.now(UTC).replace(microsecond=0)  # S3 and HTTP have whole seconds
     store.put("a/digits", DIGITS)
@@ -131,6 +133,7 @@ def test_a_missing_object_is_not_found_by_either_plane(store, reader):
         assert len(str(raised.value)) < 400
 
 
+@pytest.mark.quick(1)
 def test_an_error_keeps_nothing_of_its_caller(store):
     """As a reference cycle of the error and its traceback would, until the next garbage collection."""
 
@@ -177,6 +180,7 @@ def test_a_store_pickles_as_its_url(store):
     assert copy._client() is again._client()
 
 
+@pytest.mark.quick(1)
 def test_a_bucket_itself_is_a_store(s3):
     store = open_store(f"s3://{s3.new_bucket()}/", s3.storage_options)
     store.put("a", DIGITS)

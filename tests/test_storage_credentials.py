@@ -80,6 +80,7 @@ def test_a_private_certificate_is_trusted_where_an_option_or_a_variable_names_it
 ASKS = ("read", "head", "get")
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize(
     ("address", "days", "trusted", "reason"),
@@ -125,6 +126,7 @@ for options in ({}, {"encoded": False}):
 """
 
 
+@pytest.mark.long
 def test_the_variable_in_the_remedy_makes_https_trust_a_private_certificate(tmp_path):
     """In a process of its own, since aiohttp reads it once."""
     with faulty_server(CONTENT, certified(tmp_path, ["127.0.0.1"])) as server:
@@ -133,6 +135,7 @@ def test_the_variable_in_the_remedy_makes_https_trust_a_private_certificate(tmp_
     assert done.stdout.splitlines() == [f"{kind} 2 {len(CONTENT)}" for kind in ("obstore", "fsspec")]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("status", [400, 403])
 @pytest.mark.parametrize("ask", ASKS)
 def test_expired_credentials_are_renewed_once(tmp_path, monkeypatch, ask, status):

@@ -54,6 +54,7 @@ def full_port():
         yield listener.getsockname()[1]
 
 
+@pytest.mark.quick(1)
 def test_a_bucket_that_does_not_exist_is_named(s3):
     store = open_store("s3://no-such-bucket-of-ours/x", s3.storage_options)
     for ask in ("get", "list", "read"):
@@ -69,6 +70,7 @@ def test_wrong_keys_are_an_error_that_does_not_show_them(seaweedfs, wrong):
         assert "storage_options" in line
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "endpoint",
     ["http://127.0.0.1:9", "http://no.such.host.invalid", "https://127.0.0.1:9", "https to http", "full port"],

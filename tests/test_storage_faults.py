@@ -81,15 +81,18 @@ def assert_one_fault_costs_one_request(fault, server, store):
     assert server.gets == 2
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "204", "truncate", "close", *GARBAGE])
 def test_one_fault_costs_exactly_one_extra_request(server, patient_store, fault):
     assert_one_fault_costs_one_request(fault, server, patient_store)
 
 
+@pytest.mark.quick(1)
 def test_a_response_that_stalls_costs_exactly_one_extra_request(server, store):
     assert_one_fault_costs_one_request("stall", server, store)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -137,6 +140,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("ask", "text"), MALFORMED)
 def test_a_malformed_response_of_s3_is_asked_for_three_times(ask, text):
     responses = []
@@ -162,6 +166,7 @@ def test_a_malformed_response_of_s3_is_asked_for_three_times(ask, text):
         assert len(responses) == 1
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("size", [2**40, 2**62, 2**70])
 @pytest.mark.parametrize("ask", ["get", "list", "head", "read", "get_tail"])
 @pytest.mark.parametrize("plane", PLANES)
@@ -182,6 +187,7 @@ def test_a_content_length_beyond_reason_is_no_raw_memory_error(plane, ask, size)
             STORE_CALLS[ask](store)
 
 
+@pytest.mark.quick(1)
 def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, store, reader):
     store.retries.call(lambda: reader.read("x", 0, 10))  # a connection is there
     connections, begin = server.connections, time.monotonic()
@@ -197,6 +203,7 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, s
     assert server.gets == 9
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("fault", ["stall", "trickle", "trickle-status", "continue"])
 def test_a_read_that_is_much_later_than_usual_is_repeated_at_once(server, plane, fault):
@@ -227,6 +234,7 @@ def test_a_late_read_of_the_object_of_a_reference_is_counted(server, tmp_path):
     assert (server.gets, repeats) == (11, [1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plane", PLANES)
 def test_a_large_response_that_trickles_is_late_long_before_its_deadline(server, plane):
     policy = replace(QUICK, outage_seconds=60.0, response_seconds=3.0, min_bytes_per_second=100.0)
@@ -238,6 +246,7 @@ def test_a_large_response_that_trickles_is_late_long_before_its_deadline(server,
     assert server.gets == 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", ["stall", "trickle", "trickle-status", "503", "close"])
 def test_a_listing_over_http_is_retried_and_has_a_deadline(fault):
     page = (
@@ -264,6 +273,7 @@ class SilentFileSystem(AsyncFileSystem):
     _cat_file = _info = _find = _pipe_file = _rm_file = _forever
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("ask", "arguments"),
     [
@@ -281,6 +291,7 @@ def test_each_request_of_an_asynchronous_client_has_a_deadline(ask, arguments):
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.long
 def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, reader):
     server.faults.extend(["503"] * 999)
     seconds, begun = [], []

@@ -77,6 +77,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["os.fork", "fork", "spawn", "forkserver"])
 def test_a_child_reads_by_clients_of_its_own(seaweedfs, tmp_path, how):
     folder, script, forked = tmp_path / "store", tmp_path / "case.py", how in ("os.fork", "fork")

@@ -132,6 +132,7 @@ def copy_bytes(source, target):
         target.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("given", ["variable", "ALL_PROXY", "option"])
 def test_s3_is_read_through_a_proxy(tmp_path, monkeypatch, scheme, given):

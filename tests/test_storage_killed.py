@@ -56,6 +56,7 @@ def uploads(server, bucket):
         return [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]
 
 
+@pytest.mark.quick(1)
 def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3):
     bucket = s3.new_bucket()
     with contextlib.closing(s3.client()) as client:
@@ -67,6 +68,7 @@ def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3):
     assert uploads(s3, bucket) == ["others/d"]
 
 
+@pytest.mark.long
 def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(seaweedfs, monkeypatch):
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
     bucket = seaweedfs.new_bucket()
@@ -81,6 +83,7 @@ def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(seaweedfs, mon
     assert store.head("failed") is None
 
 
+@pytest.mark.long
 def test_an_upload_in_parts_whose_last_response_is_lost_is_sent_again(moto, monkeypatch):
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
     content = os.urandom(MIB) * 11

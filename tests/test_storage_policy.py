@@ -294,6 +294,7 @@ def simulate(requests, outage, hang, seed):
     return came, sent_in_outage
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("requests", [1, 16, 64])
 @pytest.mark.parametrize("hang", [0.001, 0.3, 5.0, 10.0])
 @pytest.mark.parametrize("seed", range(3))

@@ -172,6 +172,7 @@ def facts(request):
     return request.url, kept
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 def test_requests_equal_those_of_botocores_own_client(case, monkeypatch):
     bucket, options, env = CASES[case]
@@ -211,6 +212,7 @@ def test_requests_equal_those_of_botocores_own_client(case, monkeypatch):
     assert requested(lambda: ours.put(KEY, [BODY[:3], BODY[3:]])) == expected
 
 
+@pytest.mark.long
 def test_a_further_client_takes_little_memory(monkeypatch):
     monkeypatch.undo()  # of one_loader
     first = S3Client(parse_location("s3://bucket", KEYS))
@@ -257,6 +259,7 @@ def aws(moto, bucket, tmp_path):
         yield server
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", ["virtual", "path"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_conversion_and_an_epoch_find_the_buckets_region(aws, bucket, style, wrong, monkeypatch):
@@ -279,6 +282,7 @@ def test_a_conversion_and_an_epoch_find_the_buckets_region(aws, bucket, style, w
     assert reads[-1][1] == 206
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("style", "wrong"), [("virtual", "no region"), ("path", "a wrong region")])
 def test_every_call_of_a_store_finds_the_buckets_region(aws, bucket, style, wrong):
     options = {**KEYS, "retry": NO_RETRY, **WRONG[wrong][0], "config_kwargs": {"s3": {"addressing_style": style}}}
@@ -288,6 +292,7 @@ def test_every_call_of_a_store_finds_the_buckets_region(aws, bucket, style, wron
     assert aws.requests[-1][2] == 200
 
 
+@pytest.mark.long
 def test_the_region_is_learnt_once_for_all_threads(aws, bucket, monkeypatch):
     monkeypatch.setattr("streamloader.storage.retry.LEAST_PATIENCE", 60.0)  # on a busy machine no request is repeated
     store = open_store(f"s3://{bucket}/{uuid.uuid4().hex}", {**KEYS, "retry": NO_RETRY})

@@ -82,6 +82,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("status", [403, 404, 307, 0])
 def test_no_failure_shows_a_secret(way, status, caplog):
@@ -119,6 +120,7 @@ def test_no_failure_of_a_dataset_or_a_command_shows_a_secret(way, tmp_path, capf
         assert_clean(out + err)
 
 
+@pytest.mark.long
 def test_no_use_of_a_dataset_shows_a_secret(moto, tmp_path, caplog, capfd):
     """Moto takes any key, so what is planted works."""
     caplog.set_level(logging.INFO)

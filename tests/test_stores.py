@@ -43,6 +43,7 @@ def at(double, moto):
     return f"s3://{moto.shared_bucket or moto.new_bucket()}/{uuid.uuid4().hex}", options
 
 
+@pytest.mark.quick(1)
 def test_the_store_keeps_the_laws_but_those_of_its_differences(double, moto):
     moto.url()
     root = open_store(*at(double, moto))
@@ -55,6 +56,7 @@ def test_the_store_keeps_the_laws_but_those_of_its_differences(double, moto):
     assert found == MISSING[double.name]
 
 
+@pytest.mark.quick(1)
 def test_datasets_are_written_checked_read_deleted_and_never_overwritten(double, moto):
     moto.url()
     url, options = at(double, moto)

@@ -52,6 +52,7 @@ def url(data: Any) -> str:
     return data(N)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_comes_once_with_exact_content_in_the_planned_order(url, shuffle):
     ds = StreamingDataset(url, batch_size=32, shuffle=shuffle, seed=5, with_index=True)
@@ -69,6 +70,7 @@ def test_every_sample_comes_once_with_exact_content_in_the_planned_order(url, sh
     assert_threads_end()
 
 
+@pytest.mark.long
 def test_a_single_pass_ends_its_threads_and_fetches_nothing_of_the_next(url):
     ds = StreamingDataset(url, batch_size=32)
     list(ds)
@@ -77,6 +79,7 @@ def test_a_single_pass_ends_its_threads_and_fetches_nothing_of_the_next(url):
     assert ds.stats().requests == once
 
 
+@pytest.mark.long
 def test_from_the_second_pass_on_the_next_one_is_loaded_ahead_and_dropped_if_another_is_chosen(url):
     ds = StreamingDataset(url, batch_size=32, seed=5, with_index=True)
     list(ds)
@@ -118,6 +121,7 @@ def test_only_the_fields_that_are_asked_for_are_fetched(url):
     assert 2400 * N <= fetched[("x", "wide")] <= 2408 * most
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("remainder", ["pad", "drop", "uneven"])
 @pytest.mark.parametrize(
     ("num_samples", "size", "batch"), [(0, 1, 4), (1, 1, 1), (5, 1, 64), (3, 2, 32), (5, 4, 5), (21, 2, 4), (7, 3, 4)]
@@ -147,6 +151,7 @@ def test_datasets_smaller_than_a_step_come_out_whole(tmp_path, num_samples, size
         assert set(lengths) == {full + (remainder == "pad" and num_samples % step > 0)}
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("golden", [g for g in GOLDEN if g.get("samples")], ids=lambda golden: golden["name"])
 def test_the_pinned_orders_are_what_is_delivered(tmp_path, golden):
     count = golden["num_samples"]
@@ -204,6 +209,7 @@ def test_a_dataloader_that_would_batch_batches_is_refused(url, options):
         next(iter(loader))
 
 
+@pytest.mark.long
 def test_a_dataloader_may_take_batches_with_a_collate_function_of_the_user(url):
     ds = StreamingDataset(url, batch_size=16, fields=["label"])
     (batch, *_) = DataLoader(ds, collate_fn=lambda batches: batches[0])
@@ -222,6 +228,7 @@ class Rebatched(torch.utils.data.IterableDataset[Any]):
             yield from batch["label"]
 
 
+@pytest.mark.long
 def test_a_dataset_of_the_user_around_ours_may_be_batched(url):
     ds = StreamingDataset(url, batch_size=16, fields=["label"], remainder="uneven")
     assert sum(len(batch) for batch in DataLoader(Rebatched(ds), batch_size=10)) == N
@@ -232,6 +239,7 @@ def test_indexing_is_an_error_that_names_open(url):
         StreamingDataset(url, batch_size=16)[0]
 
 
+@pytest.mark.long
 def test_batches_that_the_consumer_keeps_are_not_written_again(url):
     ds = StreamingDataset(url, batch_size=16, with_index=True)
     kept = []
@@ -246,6 +254,7 @@ def test_batches_that_the_consumer_keeps_are_not_written_again(url):
         datasets.equal(batch["wide"][0], datasets.value("wide", batch["index"][2].item()))
 
 
+@pytest.mark.long
 def test_dropped_batches_are_used_again(url):
     ds = StreamingDataset(url, batch_size=4, fields=["x", "wide", "label"])
     for _ in range(4):
@@ -276,6 +285,7 @@ def test_the_world_comes_from_the_environment_unless_it_is_given(url, monkeypatc
         len(ds)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 11])
 def test_ranks_share_every_global_batch(url, size, shuffle, recwarn):
@@ -416,6 +426,7 @@ def test_small_batches_are_gathered_together_if_memory_suffices(url):
     assert steps_at_once() > steps_at_once(memory=least_memory(url, batch_size=4, fields=["x"])) == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("batch_size", "before"), [(4, 28), (None, 30)])
 def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_size, before):
     """The steps before the one with the error come, and the memory of the pass is freed without a collection."""
@@ -443,6 +454,7 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
         assert arena() is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("spec", ["uint8[16384]", "bytes"])
 def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
     """Every eighth chunk is selected whole; requests read the chunks between them, too."""
@@ -462,6 +474,7 @@ def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
 
 
 # steps that are gathered together, and one that needs more blocks than are requested ahead
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("batch_size", "number"), [(1, 1), (16, 4), (64, 4), (512, 0)])
 def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path, batch_size, number):
     datasets.write(tmp_path / "d", 512, ["x"])
@@ -479,6 +492,7 @@ def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path, batch_si
     assert_threads_end()
 
 
+@pytest.mark.long
 def test_dropping_an_iterator_ends_its_threads(url):
     for steps in (0, 1, 5):
         iterator = iter(StreamingDataset(url, batch_size=8))
@@ -489,6 +503,7 @@ def test_dropping_an_iterator_ends_its_threads(url):
         assert_threads_end()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("how", "waits_for", "steps"), covering(["close", "iter", "load_state_dict"], ["transform", "fetch"], [None, 50])
 )
@@ -538,6 +553,7 @@ def test_a_waiting_loop_gets_an_error_when_its_pass_is_ended(url, monkeypatch, w
     assert_threads_end()
 
 
+@pytest.mark.long
 def test_a_pass_that_is_ended_is_not_said_to_have_lost_its_transform_process(url):
     ds = StreamingDataset(url, batch_size=16, transform=slow, num_workers=1)
     with ThreadPoolExecutor(1) as pool:
@@ -596,6 +612,7 @@ def test_an_interrupted_wait_loses_no_batch(url, monkeypatch):
     assert found == list(range(N))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch_size", [16, None])
 def test_a_pass_is_complete_with_its_last_batch_without_another_next(data, batch_size):
     ds = StreamingDataset(data(100, "label"), batch_size=batch_size, with_index=True)
@@ -629,6 +646,7 @@ def test_stats_say_what_was_done(url):
     assert "bound" in str(stats)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [StreamingDataset, Mixture])
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_rank_0_alone_warns_that_blocks_are_read_again_with_values_that_end_it(url, kind, lanes, recwarn):

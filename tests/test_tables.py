@@ -47,6 +47,7 @@ def check(batch, tables):
     return rows[batch["valid"].numpy()].tolist()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("store", TABLES, ids=lambda path: path.name)
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_rows_have_the_values_of_anndata_at_any_world_size_and_across_a_resume(store, world, tables):
@@ -57,6 +58,7 @@ def test_rows_have_the_values_of_anndata_at_any_world_size_and_across_a_resume(s
     assert sorted(seen) == list(range(37))
 
 
+@pytest.mark.long
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_matrices_are_read_back(tmp_path, data):
@@ -139,6 +141,7 @@ def test_sparse_matrices_have_no_statistics(tmp_path):
         fit(str(TABLES[0]), Sampling(sample_axis=0))
 
 
+@pytest.mark.long
 def test_memory_counts_the_rows_of_a_batch(tmp_path):
     """Few rows have nearly all elements: a batch of them is 100 times a mean one."""
     lengths = np.ones(2000, np.int64)

@@ -92,6 +92,7 @@ CROPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("backend", ["auto", "pillow"])
 def test_boxes_points_and_masks_are_where_the_picture_is(pictures, crop, backend):
@@ -267,6 +268,7 @@ def test_a_mask_of_another_size_or_with_larger_numbers_is_an_error(mask, tmp_pat
         list(sl.StreamingDataset(tmp_path / "d", batch_size=2, decode=decode))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("crop", [None, "center", RandomResizedCrop(flip=0.5)])
 @pytest.mark.parametrize("turn", [1, 2, 3, 6])
 def test_a_mask_without_orientation_lies_on_a_turned_photograph_of_odd_size(turn, crop, tmp_path):

@@ -5,7 +5,8 @@ import time
 from math import inf
 
 import pytest
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.testing.clock import DeadlockError, VirtualClock
@@ -53,6 +54,7 @@ def test_a_timer_may_set_the_next_one():
     assert clock.time() == 8.0
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.lists(st.integers(0, 50), max_size=4), min_size=1, max_size=5))
 def test_threads_that_sleep_wake_in_the_order_of_time(naps):
     clock, woken, lock = VirtualClock(), [], threading.Lock()

@@ -163,6 +163,7 @@ def reading(name, place, workers, retry):
             process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("proxy_and_place", "workers"), [("s3", 0), ("s3", 2), ("http", 0)], indirect=["proxy_and_place"]
 )
@@ -190,6 +191,7 @@ def test_a_run_goes_on_by_open_connections_waits_for_the_name_and_keeps_the_orde
     assert seen == [*expected, "end"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("proxy_and_place", ["s3"], indirect=True)
 def test_a_name_that_stays_away_ends_the_run_with_its_host_the_attempts_and_the_cause(proxy_and_place, name, expected):
     proxy, place = proxy_and_place
@@ -227,6 +229,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("plane", "returns"), [("fsspec", True), ("fsspec", False), ("http", False), ("reference", True)]
 )

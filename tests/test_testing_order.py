@@ -31,6 +31,7 @@ def loaders(url, size, remainder):
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("remainder", ["pad", "drop", "uneven"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")

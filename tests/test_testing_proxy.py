@@ -164,6 +164,7 @@ def test_retry_after_and_location_are_those_of_the_fault(ask):
     assert ask("307", location="http://127.0.0.1:1").response()[1]["location"] == "http://127.0.0.1:1/bucket/x"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["delay", "stall"])
 def test_a_late_response_comes_whole_after_its_time(kind, ask):
     begin = time.monotonic()
@@ -374,6 +375,7 @@ def test_a_rate_is_the_share_of_requests(rate):
     assert abs(count / len(requests) - rate) < 4 * (rate / len(requests)) ** 0.5
 
 
+@pytest.mark.long
 def test_a_seed_replays_the_same_faults_in_any_order_of_requests_in_a_thread_and_a_process(server):
     def run(seed, process, paths):
         with FaultProxy(

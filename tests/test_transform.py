@@ -46,6 +46,7 @@ def by_number(ds: StreamingDataset) -> dict[int, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.long
 def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url):
     arguments: dict[str, Any] = {"transform": noisy, "with_index": True, "seed": 11}
     alone = by_number(StreamingDataset(url, batch_size=16, **arguments))
@@ -64,6 +65,7 @@ def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url)
     assert not set(next_epoch.values()) & set(alone.values())
 
 
+@pytest.mark.long
 def test_processes_give_what_this_process_gives(url):
     arguments: dict[str, Any] = {"batch_size": 16, "transform": noisy, "with_index": True, "seed": 11}
     here = StreamingDataset(url, **arguments)
@@ -86,6 +88,7 @@ def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url):
             assert batch["sum"][row].item() == expected.sum()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("transform", "workers", "cause", "shown"),
     [
@@ -125,6 +128,7 @@ def all_dtypes(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("workers", "batch_size"), [(0, 8), (0, None), (1, 8)])
 def test_tensors_keep_the_dtypes_that_numpy_lacks_and_lose_their_graphs(url, workers, batch_size):
     ds = StreamingDataset(url, batch_size=batch_size, transform=all_dtypes, num_workers=workers, shuffle=False)
@@ -149,6 +153,7 @@ class Broken:
         raise ZeroDivisionError("no array")
 
 
+@pytest.mark.long
 def test_a_killed_transform_process_is_an_error_at_its_batch(url):
     ds = StreamingDataset(url, batch_size=8, transform=kills_itself, num_workers=1, shuffle=False, with_index=True)
     with pytest.warns(RuntimeWarning, match="a worker process ended by SIGKILL; its work is repeated"):
@@ -157,6 +162,7 @@ def test_a_killed_transform_process_is_an_error_at_its_batch(url):
     assert ds.stats().workers_replaced == 2
 
 
+@pytest.mark.long
 def test_a_transform_that_processes_cannot_load_is_an_error(url):
     with pytest.raises(UsageError, match="num_workers=1 with a transform that other processes cannot load"):
         iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, num_workers=1))
@@ -166,6 +172,7 @@ def test_a_transform_that_processes_cannot_load_is_an_error(url):
 LIST = r"value.tolist\(\), which is returned as a list"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -216,6 +223,7 @@ def test_without_a_batch_samples_of_any_sizes_and_keys_come_as_they_are(url):
     assert [len(samples) for samples in loader] == [8] * 25 + [3]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("library", [Exported, OnDevice])
 @pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize("kind", [StreamingDataset, NumpyDataset])
@@ -237,6 +245,7 @@ def test_an_array_that_its_library_does_not_copy_to_the_cpu_is_an_error_of_the_f
         next(iter(NumpyDataset(url, transform=transform, batch_size=16, fields=["x"], num_workers=0)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch_size", [16, None])
 def test_a_ragged_field_stays_ragged_through_a_transform(url, batch_size):
     def cut(sample: dict[str, Any]) -> dict[str, Any]:
@@ -282,6 +291,7 @@ def process_id(sample: dict[str, Any]) -> dict[str, Any]:
     return {"process": os.getpid()}
 
 
+@pytest.mark.long
 def test_each_worker_has_large_arrays_of_a_transform_of_its_own(url):
     calls: dict[int, list[int]] = {}
     for batch in StreamingDataset(url, batch_size=16, remainder="uneven", transform=Counting(), num_workers=2):
@@ -291,6 +301,7 @@ def test_each_worker_has_large_arrays_of_a_transform_of_its_own(url):
     assert all(sorted(numbers) == list(range(1, len(numbers) + 1)) for numbers in calls.values())
 
 
+@pytest.mark.long
 def test_workers_are_started_once_for_all_epochs_and_datasets(url):
     ds = StreamingDataset(url, batch_size=16, transform=process_id, num_workers=2)
     epochs = [{int(i) for batch in ds for i in batch["process"]} for _ in range(4)]
@@ -332,6 +343,7 @@ for batch in sl.StreamingDataset(sys.argv[1], batch_size=16, fields=["label"], t
 """
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_gets_an_error_that_names_it(url, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
@@ -425,6 +437,7 @@ def rows(batch: dict[str, Any]) -> dict[int, list[float]]:
     return dict(zip(batch["label"][valid].tolist(), batch["drawn"][valid].tolist(), strict=True))
 
 
+@pytest.mark.long
 def test_torch_draws_the_numbers_of_a_sample_and_leaves_the_training_loop_its_own(url):
     torch.manual_seed(7)
     expected = torch.rand(50).tolist()
@@ -447,6 +460,7 @@ def global_numbers(sample: dict[str, Any]) -> dict[str, Any]:
     return {"label": sample["label"], "numpy": np.random.random(2), "python": random.random()}
 
 
+@pytest.mark.long
 def test_processes_seed_numpy_and_python_for_each_sample(url):
     found = []
     for workers, batch_size in ((1, 16), (2, 5)):
@@ -461,6 +475,7 @@ def test_processes_seed_numpy_and_python_for_each_sample(url):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (state, numpys)
 
 
+@pytest.mark.long
 def test_a_transform_that_imports_torch_itself_draws_the_same_numbers_from_the_first_sample_on(url):
     found = []
     for workers in (0, 1):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from amounts import examples
 from commands import run
 from datasets import encoded, picture
 from folder_server import folder_server
@@ -122,7 +123,7 @@ def test_every_golden_dataset_is_whole(name):
 
 
 @given(data=st.data(), kinds=st.dictionaries(st.sampled_from("abcd"), fields, min_size=1, max_size=3))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_any_small_dataset_is_whole(data, kinds):
     count = data.draw(st.integers(0, 40))
     shard, block, chunk = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 4, 16], [1, 256], [1, 64]))
@@ -135,6 +136,7 @@ BAD = json.loads((V1 / "bad" / "expected.json").read_text())
 UNFIT = {"NotADatasetError", "IncompleteError", "VersionError"}
 
 
+@pytest.mark.quick(19)
 @pytest.mark.parametrize("name", [name for name, expected in BAD.items() if expected["when"] != "decode"])
 def test_a_bad_dataset_is_named_or_refused(name):
     """These lack Zarr's own documents, which is reported too. Whether an image decodes is not checked."""
@@ -149,7 +151,7 @@ def test_a_bad_dataset_is_named_or_refused(name):
 
 
 @given(data=st.data())
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_byte_of_a_shard_names_its_chunk_or_its_index(data, whole, manifest):
     path = data.draw(st.sampled_from([path for name in KINDS for path in shards_of(whole, name)]))
     at = data.draw(st.integers(0, len(whole[path]) - 1))
@@ -169,7 +171,7 @@ def test_a_flipped_byte_of_a_shard_names_its_chunk_or_its_index(data, whole, man
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_truncated_shard_is_named_once_with_the_samples_that_are_gone(data, whole, manifest):
     path = data.draw(st.sampled_from([path for name in KINDS for path in shards_of(whole, name)]))
     size = data.draw(st.integers(0, len(whole[path]) - 1))
@@ -209,6 +211,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", REPLACED)
 def test_an_object_that_is_wrong_as_a_whole_is_named_once(case, whole, other):
     path, data, text = REPLACED[case]
@@ -216,6 +219,7 @@ def test_an_object_that_is_wrong_as_a_whole_is_named_once(case, whole, other):
     assert (problem.path, problem.chunk, text in problem.problem) == (path, None, True)
 
 
+@pytest.mark.long
 def test_every_missing_object_is_named_and_nothing_else(whole, manifest):
     first = {path for name in KINDS for path in shards_of(whole, name)[:-1]}
     for path in sorted(set(whole) - first - {"zarr.json"}):
@@ -282,6 +286,7 @@ def test_a_replaced_shard_is_one_problem(whole, other, manifest):
     assert [problem.path for problem in report.problems] == [one, two]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_page_of_a_table_is_named_and_the_shards_are_read_by_their_own_index(name, whole):
     path = f"_streamloader/chunks/{name}/c/0/0/0"
@@ -368,6 +373,7 @@ def test_values_that_no_writer_writes_are_named_with_their_sample():
     assert any("invalid start byte at byte 2" in problem.problem for problem in report.problems)
 
 
+@pytest.mark.long
 def test_no_more_than_a_thousand_problems_are_collected():
     kinds = {"blob": KINDS["blob"]}
     objects = written(columns_of(kinds, 1010), kinds, sl.Layout(samples_per_shard=1, block_size=1, chunk_size=1))
@@ -434,6 +440,7 @@ def test_the_root_of_splits_must_be_what_they_imply(splits):
     assert not sl.verify(splits, split="train").problems
 
 
+@pytest.mark.long
 def test_a_web_server_that_does_not_list_is_verified_but_for_objects_too_many(whole, tmp_path):
     for path, data in whole.items():
         open_store(tmp_path).put(path, data)
@@ -457,6 +464,7 @@ ANY = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", ["short", "flip", "404"])
 @pytest.mark.parametrize("path", ANY)
 def test_what_was_damaged_or_missing_once_on_its_way_is_no_problem(path, fault, whole, tmp_path):
@@ -530,6 +538,7 @@ def test_each_invalid_value_is_named_with_decode():
     assert report.decoded == 0
 
 
+@pytest.mark.long
 def test_more_bad_images_than_problems_are_all_named_and_a_limit_is_said(monkeypatch):
     kinds, count = {"image": IMAGES["image"]}, MAX_PROBLEMS + 200
     objects = written({"image": [b"none"] * count}, kinds, sl.Layout())
@@ -547,6 +556,7 @@ def test_an_image_that_takes_all_of_the_memory_is_decoded_alone(pictures, monkey
     assert check(written(pictures, IMAGES), decode=True).bad == len(CUT) + 1
 
 
+@pytest.mark.long
 def test_training_excludes_the_listed_samples_and_meets_no_error(pictures, tmp_path, capsys):
     objects = written(pictures, IMAGES)
     path = shards_of(objects, "image")[1]

@@ -67,6 +67,7 @@ def test_the_log_lists_every_version_the_newest_first(grown):
             sl.diff(grown, 1, wrong)
 
 
+@pytest.mark.quick(2)
 def test_every_store_tells_when_a_version_was_published(store_url, tmp_path):
     url, options = store_url
     np.save(tmp_path / "n.npy", np.arange(3))
@@ -104,6 +105,7 @@ def test_the_commands_print_what_the_functions_return(grown, capsys):
     assert json.loads(run(capsys, "diff", grown, 1, 3, "--json")[1]) == sl.diff(grown, 1, 3).to_dict()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("split", [None, "b"])
 @pytest.mark.parametrize(
     ("text", "changed"), [(b"provenance", b"provenancf"), (b'"digest"', b'"digesu"'), (b"attributes", b"\xffttributes")]

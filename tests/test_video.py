@@ -15,7 +15,8 @@ import crc32c
 import numpy as np
 import pytest
 import videos
-from hypothesis import given
+from amounts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamloader as sl
@@ -46,6 +47,7 @@ def frames_of(index: VideoIndex, video: bytes, numbers: list[int]) -> np.ndarray
     return out
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("kind", [*videos.KINDS, *videos.MORE_KINDS])
 def test_frames_of_some_groups_are_those_of_the_whole_file(kind):
     video = videos.encode(kind)
@@ -82,6 +84,7 @@ def assert_frames_after_each_key_are_those_of_the_whole_file(video: bytes) -> No
         assert np.array_equal(out, every[frames]), key
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("kind", [*videos.KINDS, *videos.MORE_KINDS])
 def test_frames_after_each_key_frame_of_the_index_need_none_before_it(kind):
     video = videos.encode(kind)
@@ -91,6 +94,7 @@ def test_frames_after_each_key_frame_of_the_index_need_none_before_it(kind):
     assert len(keys_of_container(video)) > 1 or "one key frame" in kind
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["hevc", "mpeg4", "mpeg2", "h264, intra refresh"])
 def test_the_key_frames_of_a_file_without_a_table_of_them_are_those_of_its_bytes(kind):
     video = videos.encode(kind)
@@ -127,6 +131,7 @@ def test_user_data_of_mpeg4_is_a_parameter_only_where_it_names_an_encoder():
         assert [*find_entries("mpeg4", layer, [(data, True) for data in packets])] == expected
 
 
+@settings(max_examples=examples(100))
 @pytest.mark.parametrize("codec", ["h264", "hevc", "mpeg4", "mpeg2video", "vp8", "vp9", "av1", "ffv1"])
 @given(data=st.binary(max_size=60), extradata=st.sampled_from([b"", b"\1" * 30]))
 def test_packets_of_any_bytes_are_key_frames_or_not(codec, data, extradata):
@@ -227,6 +232,7 @@ def cut(video: bytes, first: int) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["hevc", "mpeg2", "mpeg4", "h264, open pyramids", "h264, intra refresh"])
 def test_frames_that_a_decoder_skips_at_the_beginning_of_a_file_are_not_shown(kind):
     whole, skipped = videos.encode(kind), 0

@@ -82,6 +82,7 @@ def views_of(decoder: ImageDecoder, data: bytes, row: list[float]) -> list[np.nd
     return [view for out in outs for view in out]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mode", "normalize"), [("RGB", None), ("L", ((0.5,), (0.25,)))])
 def test_a_view_is_what_decode_gives_with_its_size_crop_and_numbers(photographs, mode, normalize):
     """Exactly, if both scale the JPEG alike; otherwise they differ as two scales of a picture do."""

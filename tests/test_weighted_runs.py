@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from datasets import flat, seen, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +82,7 @@ def positions_of(ds: StreamingDataset, case: reference.Weighted) -> list[int]:
 # ---- the plan
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(runs(), st.integers(3000, 10**12))
 def test_epochs_with_samples_of_their_own_differ_only_in_the_numbers_of_samples(run, stride):
     share, start = run
@@ -140,6 +141,7 @@ def test_an_epoch_whose_numbers_do_not_fit_is_an_error(url):
 # ---- what comes out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"replacement": False}, {"shuffle": False, "where": slice(50, 500)}])
 def test_every_row_of_every_epoch_is_the_sample_that_was_drawn(url, workers, options):
@@ -168,6 +170,7 @@ def test_copies_of_a_sample_have_random_numbers_of_their_own(url):
     assert len(numbers) == len(set(numbers)) == N
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*blocks are read")
 @pytest.mark.parametrize("options", [{"weights": WEIGHTS}, {"weights": "balanced:flag", "replacement": False}])
 def test_every_world_size_has_the_same_steps_and_resumes_at_the_others_states(url, options):
@@ -202,6 +205,7 @@ def test_steps_are_skipped_replayed_and_counted_as_without_weights(url):
     assert take(ds.replay(0, [7])) == [steps[7]]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:epoch 4 begins anew")
 @pytest.mark.parametrize("memory", [2_000_000, 60_000_000])
 def test_blocks_of_an_epoch_are_never_those_of_another(url, memory):
@@ -257,6 +261,7 @@ def test_each_copy_of_a_bad_sample_is_masked(field, tmp_path):
     assert ds.stats().bad_samples == len(selection) - len(good) > len(bad & {*selection[:].tolist()})
 
 
+@pytest.mark.long
 def test_a_mixture_draws_from_a_source_by_its_weights(url, data):
     other = data(200)
     weighted = sl.Source(url, weights=WEIGHTS, exclude=[5])
@@ -335,6 +340,7 @@ SHARES: list[tuple[Any, list[float]]] = [
 ]
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize(("weights", "shares"), SHARES)
 def test_classes_come_in_their_shares_exact_to_one_draw_in_each_epoch(animals, weights, shares, replacement):

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import reference_order as golden_orders
+from amounts import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def test_draws_equal_the_golden_draws(golden):
     assert epoch_of(drawn(case), case.epoch) == golden["draws"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(weighted())
 def test_draws_equal_the_reference(case):
     found = drawn(case)
@@ -57,7 +58,7 @@ def test_draws_equal_the_reference(case):
     assert epoch_of(found, case.epoch) == reference.draws(case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(weighted())
 def test_each_sample_and_each_class_come_as_often_as_expected_exact_to_one_draw(case):
     a, found = np.array(reference.whole(case.weights), object), drawn(case)
@@ -76,7 +77,7 @@ def test_each_sample_and_each_class_come_as_often_as_expected_exact_to_one_draw(
         assert times.max() == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(weighted(), st.data())
 def test_draws_are_an_array_that_can_be_read_at_any_slice_and_index(case, data):
     found, epochs = drawn(case), data.draw(st.lists(st.integers(0, 2**30), min_size=1, max_size=3))
@@ -165,6 +166,7 @@ def test_other_weights_have_another_digest():
     assert Drawn(4, np.array([2.0, 4]), 7, classes).digest == digests[3]
 
 
+@pytest.mark.long
 def test_many_samples_are_drawn_in_ten_bytes_each_and_found_anywhere():
     count = 1 << 20
     weights = np.random.default_rng(1).integers(0, 9, count)

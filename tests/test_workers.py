@@ -371,5 +371,6 @@ assert status == 0, status
 """
 
 
+@pytest.mark.long
 def test_a_child_computes_what_a_thread_of_its_parent_was_computing():
     run_python("-W", "ignore", "-c", COMPUTES)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,7 +47,7 @@ def shares(draw: st.DrawFn) -> Share:
     return share_of(num_samples, lanes, batch, world, draw(remainders))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(shares(), st.data())
 def test_positions_equal_the_reference(share, data):
     start = data.draw(st.integers(0, share.num_samples))
@@ -134,7 +135,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), data=st.data())
 def test_ranks_are_split_over_the_named_dimensions_and_alike_over_the_others(shape, data):
     names = NAMES[: len(shape)]

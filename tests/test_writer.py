@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amounts import examples
 from conversions import wait_for
 from format_data import ALL_KINDS, StoreProxy, column_of, equal, memory_store, objects_of, public, some_fields
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ def threads_of_writer():
     return [thread for thread in threading.enumerate() if thread.name.startswith("streamloader-write")]
 
 
+@pytest.mark.quick(2)
 def test_what_is_written_is_read_on_every_store(store_url):
     url, options = store_url
     fields = {name: ALL_KINDS[name] for name in ("f_bool", "image", "blob", "words", "boxes")}
@@ -60,7 +62,7 @@ def test_what_is_written_is_read_on_every_store(store_url):
 
 
 @given(some_fields, st.integers(0, 80), st.integers(1, 30), st.booleans(), st.integers(1, 3000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_samples_and_batches_of_any_size_give_the_same_dataset(fields, count, step, known, probe):
     columns = {name: public(field, column_of(field, count)) for name, field in fields.items()}
     found = []
@@ -307,6 +309,7 @@ out.close()
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_dataset_and_a_kill_leaves_nothing_to_open(tmp_path):
     url = str(tmp_path / "data")
     command = [sys.executable, "-c", WRITE, url, "6000"]  # 375 MiB in shards of 8

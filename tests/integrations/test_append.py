@@ -158,6 +158,7 @@ def rows(ds):
     return ds[:]["n"].tolist()
 
 
+@pytest.mark.quick(3)
 def test_an_append_is_visible_to_new_readers_only(tmp_path, grow, store_url):
     url, options = store_url
     sl.convert(arrays(tmp_path / "a", 0, 50), url, layout=SMALL, workers=0, storage_options=options)
@@ -374,6 +375,7 @@ def test_one_split_grows_and_the_others_stay(tmp_path, grow):
 # --- kills
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, tmp_path, monkeypatch):
     splits = "train=0.8,val=0.2" if split else None
@@ -565,6 +567,7 @@ def test_the_command_appends_and_prints_the_new_version(data, tmp_path, capsys):
 PASSING = ["500", "503", "reset", "lost"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", PASSING)
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
 def test_an_append_and_a_conversion_outlive_a_fault_of_each_conditional_put(fault, header, moto, tmp_path):

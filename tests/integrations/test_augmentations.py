@@ -73,6 +73,7 @@ def images(url: Path, ranks: int, **options: object) -> dict[int, np.ndarray]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:.* consumers share")
 @pytest.mark.parametrize("library", ["albumentations", "torchvision"])
 def test_a_library_draws_the_same_numbers_for_a_sample_wherever_it_is_transformed(library, request, tmp_path):

@@ -148,6 +148,7 @@ def small_disk(folder):
         holder.stdin.close()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("obstacle", [limited, small_disk])
 def test_a_full_disk_is_an_error_and_the_conversion_is_resumed_when_there_is_space(obstacle, src, expected, tmp_path):
     (tmp_path / "disk").mkdir()
@@ -213,6 +214,7 @@ def objects(server, url):
     return {info.path: store.get(info.path) for info in store.list()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_key_without_permission_is_an_error_and_another_key_resumes(begun, src, expected, strict, tmp_path):
     url = strict.url("out")
@@ -229,6 +231,7 @@ def test_a_key_without_permission_is_an_error_and_another_key_resumes(begun, src
     assert objects(strict, url) == expected
 
 
+@pytest.mark.long
 def test_a_full_store_ends_the_conversion_in_bounded_time_and_resumes_when_there_is_space(src, expected, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

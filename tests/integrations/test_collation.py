@@ -9,6 +9,7 @@ from torchrun import TESTS
 PAGE = (TESTS.parent / "docs" / "collation.md").read_text()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_detector_learns_from_images_and_boxes_of_many_sizes(workers, tmp_path, monkeypatch):
     write = re.search(r"```python\n(import io\n.*?)```", PAGE, re.DOTALL)[1]

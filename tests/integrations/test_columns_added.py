@@ -25,6 +25,7 @@ def data(tmp_path):
     return written(tmp_path / "data", FIELDS, base_columns(0, COUNT))
 
 
+@pytest.mark.quick(2)
 def test_added_fields_are_visible_to_new_readers_only(tmp_path, store_url):
     url, options = store_url
     sl.convert(base_columns(0, COUNT), url, layout=SMALL, workers=0, storage_options=options)
@@ -73,6 +74,7 @@ sl.add_columns(sys.argv[1], {"size": transform_tasks.measured}, engine=sys.argv[
 """
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("engine", ["local", "dask", "ray", "spark"])
 def test_engines_compute_fields(engine, data):
     """In a program of its own, with which what the engine starts ends."""
@@ -82,6 +84,7 @@ def test_engines_compute_fields(engine, data):
     assert sl.open(data)[:]["size"].tolist() == [len(text) for text in base_columns(0, COUNT)["t"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_addition_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, data, tmp_path, monkeypatch):
     if split:

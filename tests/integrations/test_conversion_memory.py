@@ -94,6 +94,7 @@ SOURCES = {
 LONGER = ("small numbers", "images", "parquet of large groups")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [longer(kind) if kind in LONGER else kind for kind in SOURCES])
 def test_a_process_holds_less_than_four_shards(kind, tmp_path):
     make, stored = SOURCES[kind]

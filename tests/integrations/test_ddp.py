@@ -111,6 +111,7 @@ def cut(order: list[int], size: int) -> list[list[int]]:
 WHOLE = [*((2, case["name"]) for case in USED), *((4, case["name"]) for case in FRESH)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "case"), WHOLE, indirect=["ranks"])
 def test_ranks_share_an_epoch_without_overlap_or_loss(ranks, case):
     assert sorted(flat(steps(ranks, case))) == list(range(N))

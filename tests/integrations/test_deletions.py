@@ -21,6 +21,7 @@ def data(tmp_path):
     return written(tmp_path / "data", FIELDS, base_columns(0, COUNT))
 
 
+@pytest.mark.quick(3)
 def test_deletions_are_visible_to_new_readers_only(store_url):
     url, options = store_url
     sl.convert(base_columns(0, COUNT), url, layout=SMALL, workers=0, storage_options=options)

@@ -151,6 +151,7 @@ def expected(tmp_path_factory):
     return shards(Run(folder).run("local").folder / "out")
 
 
+@pytest.mark.quick(1)
 def test_a_cluster_with_an_address_writes_the_same_bytes_and_stays(cluster, expected, tmp_path):
     """That it stays is seen by the tests that use it next."""
     run = Run(tmp_path, {3: "killed once"}).run(f"{cluster.name}={cluster.address}")
@@ -160,6 +161,7 @@ def test_a_cluster_with_an_address_writes_the_same_bytes_and_stays(cluster, expe
     assert run.made_at_first <= 6, "tasks are made before they are needed"
 
 
+@pytest.mark.long
 def test_a_killed_worker_of_spark_s_local_mode_is_retried(expected, tmp_path, work):
     """Its attempts are ours to set. In a program of its own: the Java machine ends with the process that started it."""
     command = [sys.executable, str(HERE.parent / "engine_tasks.py"), "spark", str(tmp_path), '{"3": "killed once"}']
@@ -185,6 +187,7 @@ def engine(cluster):
         yield f"dask={cluster.address}" if cluster.name == "dask" else cluster.name
 
 
+@pytest.mark.quick(2)
 def test_the_failure_of_the_earliest_task_is_raised_as_it_was(engine, tmp_path):
     run = Run(tmp_path, dict.fromkeys(range(2, 20), "bad"), count=20)  # whichever ends first
     with pytest.raises(SourceError, match=r"^row 2 is bad; remove it \[SL501\]$") as caught:
@@ -194,6 +197,7 @@ def test_the_failure_of_the_earliest_task_is_raised_as_it_was(engine, tmp_path):
     assert run.made < 10, "no task is begun after a failure"
 
 
+@pytest.mark.quick(1)
 def test_a_task_that_always_kills_its_worker_is_given_up(engine, tmp_path):
     run = Run(tmp_path, {3: "always killed"})
     # Dask and Spark count for themselves
@@ -203,6 +207,7 @@ def test_a_task_that_always_kills_its_worker_is_given_up(engine, tmp_path):
     assert run.reads(3) == attempts
 
 
+@pytest.mark.quick(2)
 def test_a_bug_is_an_engine_error_with_its_traceback(engine, tmp_path):
     message = r"shard 1 .*KeyError: 'a bug of ours' \(at .*in __call__.*report it"
     with pytest.raises(EngineError, match=message) as caught:
@@ -240,6 +245,7 @@ def convert(engine, source, tmp_path, out, program=COMMAND):
     return [*command, "--engine", engine, "--shard-size", "4KiB", "--quiet", "--workers", "2", "--split", "a=0.5,b=0.5"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("engine", "source"), covering(ENGINES, ["it.npz", "it.zarr"]))
 def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, source, tmp_path, work):

@@ -132,6 +132,7 @@ def test_a_damaged_shard_is_not_erased_and_the_run_can_be_abandoned(data):
     assert sl.verify(data).ok
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_erasure_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, data, tmp_path, monkeypatch):
     if split:

@@ -45,6 +45,7 @@ def indexes_of(log: Path) -> dict[tuple[int, int], list[int]]:
     return {step: sorted(index) for step, index in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("example", "baseline", "factor"), [("microscopy", "threshold", 1.5), ("tokens", "entropy", 1 / 4)]
 )
@@ -62,6 +63,7 @@ def test_an_example_resumes_and_is_better_than_its_baseline(example, baseline, f
     assert model > factor * simple if factor > 1 else model < factor * simple
 
 
+@pytest.mark.long
 def test_the_weather_of_two_killed_ranks_is_resumed_by_three(keys, tmp_path):
     epochs = 4
 

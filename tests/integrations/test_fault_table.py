@@ -295,6 +295,7 @@ def check_error(cell: Cell, error: StreamloaderError) -> None:
     assert isinstance(error, StorageError | FormatError), text
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("cell", cells())
 def test_a_fault_gives_the_same_bytes_or_an_error_that_names_object_attempts_and_cause(cell, table):
     most = promise(promises.FEW_REQUESTS if cell.rate < max(RATES) else promises.MANY_REQUESTS)

@@ -99,6 +99,7 @@ def assert_exactly_once(runs: list[dict[int, list[int]]], url: str) -> None:
 ON_DEVICE = ("--device", "cpu")  # batches are copied ahead, by the steps of a GPU
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("framework", "more"),
     [
@@ -144,6 +145,7 @@ def check_run_that_ends(runs: Runs, url: str, *more: str) -> None:
     assert again == {step: sorted(second[step]) for step in again}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("framework", "more"),
     [
@@ -167,6 +169,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, more, 
     assert_exactly_once([runs.logged(1), second], url)
 
 
+@pytest.mark.long
 def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp_path):
     def train(folder: str, steps: int) -> str:
         work = tmp_path / folder

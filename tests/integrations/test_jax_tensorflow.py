@@ -10,6 +10,7 @@ from torchrun import environment
 HERE = Path(__file__).parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["jax_checks.py", "tensorflow_checks.py"])
 def test_batches_are_those_of_the_dataset_in_the_arrays_of_a_framework(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

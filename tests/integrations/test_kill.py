@@ -141,6 +141,7 @@ def shared_memory(pids: Iterable[int]) -> list[Path]:
 WAITS = ["fields=['x']", "fields=['label']", "transform=stuck, num_workers=1"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("options", WAITS)
@@ -175,6 +176,7 @@ def test_ctrl_c_ends_a_process_that_waits(tmp_path, folder, options, inside):
     assert "KeyboardInterrupt" in error
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("behave", ["", "stall"])
 def test_a_process_ends_with_its_main_thread_whatever_is_in_flight(tmp_path, folder, behave):
     with folder_server(folder) as server:
@@ -261,6 +263,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path, folder, temp
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
 
 
+@pytest.mark.long
 def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path):
     with seaweedfs_server() as server:
         url = server.url("kill")
@@ -338,6 +341,7 @@ def taken(folder: Path, attempt: int) -> dict[Place, list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills_wanted", [3, longer(12)])
 def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(kills_wanted, tmp_path):
     datasets.write(tmp_path / "data", SAMPLES, ["x"])
@@ -376,6 +380,7 @@ def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(kills_
 WORKERS_KILLED = 2  # a third one within a minute would be an error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [1, longer(6)])
 def test_a_killed_worker_costs_no_sample_and_its_step_does_not_wait_long(rounds, tmp_path, folder):
     replaced: list[float] = []
@@ -418,6 +423,7 @@ def test_a_killed_worker_costs_no_sample_and_its_step_does_not_wait_long(rounds,
     assert rounds == 1 or max(replaced) <= promise(REPLACED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [1, longer(4)])
 def test_a_run_goes_on_after_the_kill_of_a_worker_of_a_dataloader(rounds, folder):
     """torch ends the loop with an error; the run counts its batches, and begins the next loop after them."""

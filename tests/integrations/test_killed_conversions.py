@@ -49,6 +49,7 @@ def spoil(photos, options):
         os.utime(photos / name, (1, 1))  # the same file for every conversion
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "shuffled, with a quarantine", "splits, resized, skipping"])
 @pytest.mark.parametrize("goal", [2, longer(8)])
 def test_kills_at_random_moments_change_nothing(goal, options, photos, tmp_path):
@@ -79,6 +80,7 @@ def test_kills_at_random_moments_change_nothing(goal, options, photos, tmp_path)
         assert sl.open(tmp_path / "out", split=split).digest == sl.open(tmp_path / "whole", split=split).digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attempts", [2, longer(6)])
 def test_the_same_command_twice_at_once_leaves_one_complete_dataset(attempts, tmp_path):
     src, dst = tmp_path / "x.npy", tmp_path / "out"

@@ -113,6 +113,7 @@ def test_lengths_are_added_after_appends_deletions_and_new_fields(data, tmp_path
     assert len(sl.open(data).lengths("tokens")) == 74 and sl.verify(data).ok
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_addition_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, tmp_path, monkeypatch):
     source, fields = tmp_path / "source", {name: FIELDS[name] for name in ("n", "tokens")}

@@ -101,6 +101,7 @@ def needs_of(memory: int | None, expected: int, tmp_path: Path, **arguments: Any
     raise AssertionError("more memory is needed each time")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "codec", "lanes"), [(Field("ragged", "uint8", ()), "none", 1), longer("text", "zstd", None)]
 )
@@ -119,6 +120,7 @@ def write_runs(url: Path, spec: str, count: int) -> None:
             out.write({"x": "abc " * 7500 if spec == "text" else b"abc " * 7500})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("spec", "lanes"), [("text", 4), longer("bytes", 1)])
 def test_data_that_decodes_to_a_hundred_times_its_size_stays_within_memory(spec, lanes, tmp_path):
     write_runs(tmp_path / "d", spec, 10_000)
@@ -126,6 +128,7 @@ def test_data_that_decodes_to_a_hundred_times_its_size_stays_within_memory(spec,
     assert needs_of(8 * 10**6, 2 * 10_000, tmp_path, lanes=lanes) == 1
 
 
+@pytest.mark.long
 def test_the_batch_that_a_loop_still_holds_counts(tmp_path):
     image = np.zeros(1 << 20, np.uint8)
     field = Field("tensor", "uint8", image.shape)
@@ -137,6 +140,7 @@ def test_the_batch_that_a_loop_still_holds_counts(tmp_path):
     assert needs_of(need, 2 * 640, tmp_path, **arguments) == 0
 
 
+@pytest.mark.long
 def test_conditions_and_the_samples_that_they_select_count(tmp_path):
     count, names = 8_000_000, "abcdef"
     with Writer(tmp_path / "d", dict.fromkeys(names, "int64"), num_samples=count, layout=Layout(codec="zstd")) as out:
@@ -159,6 +163,7 @@ def test_what_threads_decode_lz4_in_counts(tmp_path):
     assert needs_of(80 * 10**6, 2 * 20_000, tmp_path, where=where, fields=["b"], batch_size=4096) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lanes", [None, longer(1)])
 def test_rare_ragged_spikes_stay_within_memory(lanes, tmp_path):
     field, layout = Field("ragged", "uint8", ()), Layout(codec="none")
@@ -203,6 +208,7 @@ def write_images(url: Path, sides: list[int], count: int) -> None:
             out.write({"x": file.getvalue()})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sides", "count", "arguments"),
     [
@@ -279,6 +285,7 @@ def write_photographs(url: Path) -> None:
             out.write({"x": file.getvalue()})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "count", "arguments"),
     [

@@ -229,6 +229,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 def test_annotations_are_parsed_in_a_few_times_their_size(tmp_path):
     files({"a.png": PNG})(tmp_path)
     box = {"id": "ID", "image_id": 1, "bbox": [0, 0, 1, 1], "segmentation": [[round(i * 0.37, 2) for i in range(60)]]}

@@ -48,6 +48,7 @@ def ffmpeg_libraries(folder: Path) -> str:
     return f"{folder}:{libraries}"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="PyAV's libraries have other names elsewhere")
 def test_clips_equal_what_torchcodec_decodes_of_the_whole_file(tmp_path):
     made = [videos.encode(kind, 50, seed=seed, turn=90 * (seed == 0)) for seed, kind in enumerate(videos.KINDS)]
@@ -70,6 +71,7 @@ def test_clips_equal_what_torchcodec_decodes_of_the_whole_file(tmp_path):
             assert np.array_equal(batch["video"][0], frames[numbers])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries have other names elsewhere")
 def test_torchcodec_decodes_batches_of_jpegs_within_the_tolerance(tmp_path):
     chosen = "photographs or turned or turn_pictures or any_size or cannot_decode"

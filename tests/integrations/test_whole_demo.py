@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from commands import COMMAND
 
 
@@ -22,6 +23,7 @@ def test_the_demo_passes_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_failed_demo_keeps_the_log_that_it_names(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif 'LOCAL_RANK' in os.environ: sys.exit('SomeError: no memory')\n"  # torchrun's children alone

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from datasets import take
 from torchrun import environment, run_python
 
@@ -34,6 +35,7 @@ def test_ranks_of_mpirun_are_known_by_its_environment_and_by_mpi4py(data, tmp_pa
         assert found == dict.fromkeys(("by mpi4py", "NumpyDataset", "StreamingDataset"), expected)
 
 
+@pytest.mark.long
 def test_a_dataset_that_accelerate_prepares_yields_and_resumes_as_without_it(data, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     run_python(*torchrun, HERE / "accelerate_rank.py", data(N), tmp_path, TMPDIR=str(tmp_path))
