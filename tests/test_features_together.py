@@ -154,7 +154,6 @@ def together(steps: list[Rows]) -> Rows:
     return Counter({row: count for row, count in sum(steps, Counter()).items() if "'valid': False" not in row})
 
 
-@pytest.mark.long
 @settings(max_examples=examples(25), deadline=None)
 @given(runs(), st.integers(0, 9), st.sampled_from([(1, 3), (2, 1), (3, 2), (2, 4)]))
 def test_runs_have_the_same_steps_at_any_world_size_and_go_on_at_another(urls, run, done, sizes):

@@ -33,7 +33,6 @@ def folder(data: Any) -> Path:
     return Path(data(512, "x", "label"))
 
 
-@pytest.mark.long
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:.* consumers .* lanes", "ignore:.* ranks are more than")
@@ -85,7 +84,6 @@ def test_every_geometry_delivers_the_plan_in_the_memory_it_asks_for(data):
 IMPATIENT = {"retry": RetryPolicy(outage_seconds=1.0, base_seconds=0.01, cap_seconds=0.05, probe_seconds=0.1)}
 
 
-@pytest.mark.long
 def test_a_storm_of_503_is_survived(folder):
     options = {"retry": RetryPolicy(base_seconds=0.01, cap_seconds=0.05, probe_seconds=0.02)}
     with folder_server(folder) as server:
@@ -116,7 +114,7 @@ def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(fol
     assert_threads_end()
 
 
-@pytest.mark.long
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("where", "shown"),
     [
