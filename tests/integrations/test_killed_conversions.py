@@ -26,10 +26,10 @@ FAILED = 2
 LEFT_OUT = 3  # exit status: complete, but without bad samples
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """600 small images in three classes."""
-    root = tmp_path_factory.mktemp("source") / "photos"
+@pytest.fixture
+def photos(tmp_path):
+    """600 small images in three classes, some of which the test may spoil."""
+    root = tmp_path / "source" / "photos"
     return write_photos(root, {"ant": 200, "bee": 200, "cat": 200}, lambda i: (16 + i % 8, 16))
 
 
