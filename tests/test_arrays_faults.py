@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from amounts import longer
 from conversions import wait_for
 from datasets import assert_threads_end
 from folder_server import folder_server, location
@@ -293,7 +292,7 @@ def test_times_that_descend_are_in_order(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [8, longer(1)])
+@pytest.mark.parametrize("steps", [8, 1])
 def test_memory_holds_for_regions(tmp_path, steps):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
     shape = (1024, 256, 256)  # 256 MiB each: more than memory= and what a process may take beside it

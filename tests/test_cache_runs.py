@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from amounts import covering, examples, longer
+from amounts import covering, examples
 from folder_server import FolderServer, folder_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,7 +206,7 @@ def test_a_cache_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothin
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [longer(0.25), 0.5])
+@pytest.mark.parametrize("share", [0.25, 0.5])
 def test_a_cache_of_a_mixture_hits_as_often_as_the_plan_says(folder, server, tmp_path, nothing_kept, share):
     options = ForecastOptions(batch_size=16, shuffle=SHUFFLE, fields=("x",))
     weights = [(str(folder / "rows"), 2.0), (str(folder / "rows2"), 1.0)]
@@ -222,7 +222,7 @@ def test_a_cache_of_a_mixture_hits_as_often_as_the_plan_says(folder, server, tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [longer(0.25), 0.5])
+@pytest.mark.parametrize("share", [0.25, 0.5])
 def test_a_cache_of_arrays_hits_as_often_as_the_plan_says(server, tmp_path, nothing_kept, share):
     group = zarr.open_group(server.folder / f"arrays{share}", mode="w", zarr_format=3)
     data = np.random.default_rng(0).random((1200, 16, 16), np.float32)
@@ -447,7 +447,7 @@ def test_after_an_append_only_what_is_new_is_requested_and_nothing_of_what_was_o
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["spawn", longer("forkserver")])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_workers_of_a_dataloader_read_by_the_cache_however_they_are_started(server, tmp_path, method):
     options = {"name": "rows", "with_index": True, "cache": sl.Cache(tmp_path, free=0)}
     (filled,) = open_ranks(server, **options)

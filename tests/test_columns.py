@@ -46,7 +46,7 @@ def data(tmp_path):
 
 
 @pytest.mark.long
-@settings(max_examples=examples(5))
+@settings(max_examples=5)
 @given(steps=st.lists(st.sampled_from([0, 1, 7, 20]), min_size=1, max_size=4), first=st.sampled_from([1, 15, 16, 33]))
 def test_fields_and_samples_add_up_and_every_version_stays_readable(tmp_path_factory, steps, first):
     """A step of 0 adds a field, any other one that many samples."""

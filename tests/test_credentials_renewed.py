@@ -89,7 +89,7 @@ def test_keys_that_expire_in_the_middle_are_renewed_in_every_kind_of_work(kind, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["function", longer("web identity")])
+@pytest.mark.parametrize("kind", ["function", "web identity"])
 def test_keys_are_renewed_in_worker_processes(kind, server, moto, tmp_path, monkeypatch):
     options = server.options(kind, monkeypatch)
     # workers of the loader may run already, with another environment

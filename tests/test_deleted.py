@@ -9,7 +9,6 @@ import naive_reader
 import numpy as np
 import pytest
 from added import FIELDS, SMALL, base_columns, given_columns, new_columns, written
-from amounts import examples
 from commands import run
 from golden import assert_same
 from hypothesis import Phase, given, settings
@@ -104,7 +103,7 @@ STEP = st.tuples(st.sampled_from(["delete", "append", "where"]), st.sets(st.inte
 
 
 @pytest.mark.long
-@settings(max_examples=examples(6), deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(STEP, min_size=1, max_size=4))
 def test_versions_are_what_lists_become(tmp_path_factory, steps):
     root = tmp_path_factory.mktemp("versions")

@@ -214,7 +214,7 @@ def test_global_numbers_of_numpy_and_python_do_not_depend_on_the_number_of_worke
 
 
 @pytest.mark.long
-@settings(max_examples=examples(8))
+@settings(max_examples=8)
 @given(st.data())
 def test_a_run_goes_on_with_another_number_of_workers(folder, data):
     opened = partial(CASES[data.draw(st.sampled_from(sorted(CASES)))], folder)

@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 import pytest
 import worker_tasks
-from amounts import examples, longer
+from amounts import longer
 from datasets import encoded, picture, write_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def executors() -> tuple[Executor, Executor]:
 
 
 @pytest.mark.long
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(st.booleans(), st.data())
 def test_live_arrays_keep_their_values_and_all_memory_comes_back(shared, data):
     arena, live = Arena(shared=shared), {}
@@ -165,7 +165,7 @@ def copied(value: Any) -> Any:
 
 
 @pytest.mark.long
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(data=st.data())
 def test_values_are_received_and_returned_as_they_are(executors, data):
     leaves = st.one_of(arrays(executors[1].arena.array), st.integers(), st.text(), st.binary(), st.none(), st.floats(0))

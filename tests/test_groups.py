@@ -34,7 +34,6 @@ def shares(draw):
 
 
 @pytest.mark.long
-@settings(max_examples=examples(100))
 @given(shares())
 def test_positions_are_exchanged_within_windows_and_each_is_taken_once(made):
     share, _ = made

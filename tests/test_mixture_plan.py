@@ -181,7 +181,7 @@ RARE_MIX = Mix(tuple(RARE), (1, 1), (Phase.of_all(0, 2, (8, 1)),), "first")
 
 
 @pytest.mark.long
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(run=shares(), steps_at_once=st.sampled_from((1, 3)), short=st.booleans())
 @example(run=UNSHUFFLED, steps_at_once=1, short=False)
 @example(run=SHUFFLED, steps_at_once=1, short=False)

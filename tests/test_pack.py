@@ -9,7 +9,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from amounts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +108,7 @@ def check_rows(batch: dict[str, Any], documents: list[np.ndarray[Any, Any]], pac
 
 
 @pytest.mark.long
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     count=st.integers(1, 200),
     longest=st.sampled_from((0, 5, 300)),

@@ -96,7 +96,7 @@ def plan_of(pack, rests, edges, length):
 
 @pytest.mark.long
 @needs_compiler
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 63, 64, 255, 256, 4095, 4096, 2**18, 2**30]))
 def test_both_implementations_pack_the_same_rows(native, seed, length):
     rng = np.random.default_rng(seed)

@@ -59,7 +59,7 @@ def edit(store, change):
 
 @pytest.mark.long
 @given(some_fields, st.integers(0, 70), st.sampled_from(CODECS), st.booleans(), st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_range_and_any_choice_of_samples_read_as_they_were_written(fields, count, codec, gaps, data):
     store, columns = memory_store(), columns_of(fields, count)
     layout = Layout(samples_per_shard=data.draw(st.sampled_from([1, 4, 16, 64])), chunk_size=40, block_size=200)

@@ -156,7 +156,7 @@ def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int]]:
 
 
 @pytest.mark.long
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(gapped(), st.integers(1, 5))
 def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
     share, position, left_out = run

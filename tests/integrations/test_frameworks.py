@@ -105,10 +105,10 @@ ON_DEVICE = ("--device", "cpu")  # batches are copied ahead, by the steps of a G
     [
         ("lightning", ()),
         ("lightning", ON_DEVICE),
-        longer("accelerate", ()),
-        longer("accelerate", ON_DEVICE),
-        longer("transformers", ()),
-        longer("transformers", ON_DEVICE),
+        ("accelerate", ()),
+        ("accelerate", ON_DEVICE),
+        ("transformers", ()),
+        ("transformers", ON_DEVICE),
     ],
 )
 def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(framework, more, url, tmp_path):

@@ -18,7 +18,6 @@ from typing import Any
 
 import datasets
 import pytest
-from amounts import longer
 from folder_server import folder_server
 from promises import LOST, RELOADED, REPLACED, RESTARTED, promise, record
 from servers import seaweedfs_server
@@ -342,7 +341,7 @@ def taken(folder: Path, attempt: int) -> dict[Place, list[int]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kills_wanted", [3, longer(12)])
+@pytest.mark.parametrize("kills_wanted", [3, 12])
 def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(kills_wanted, tmp_path):
     datasets.write(tmp_path / "data", SAMPLES, ["x"])
     draw = random.Random(0)
@@ -381,7 +380,7 @@ WORKERS_KILLED = 2  # a third one within a minute would be an error
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rounds", [1, longer(6)])
+@pytest.mark.parametrize("rounds", [1, 6])
 def test_a_killed_worker_costs_no_sample_and_its_step_does_not_wait_long(rounds, tmp_path, folder):
     replaced: list[float] = []
     for number in range(rounds):
@@ -424,7 +423,7 @@ def test_a_killed_worker_costs_no_sample_and_its_step_does_not_wait_long(rounds,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rounds", [1, longer(4)])
+@pytest.mark.parametrize("rounds", [1, 4])
 def test_a_run_goes_on_after_the_kill_of_a_worker_of_a_dataloader(rounds, folder):
     """torch ends the loop with an error; the run counts its batches, and begins the next loop after them."""
     reloaded: list[float] = []

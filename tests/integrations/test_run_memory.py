@@ -103,7 +103,7 @@ def needs_of(memory: int | None, expected: int, tmp_path: Path, **arguments: Any
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("spec", "codec", "lanes"), [(Field("ragged", "uint8", ()), "none", 1), longer("text", "zstd", None)]
+    ("spec", "codec", "lanes"), [(Field("ragged", "uint8", ()), "none", 1), ("text", "zstd", None)]
 )
 def test_uneven_samples_stay_within_memory_or_their_need_is_an_error(spec, codec, lanes, tmp_path):
     write_uneven(tmp_path / "d", spec, codec, range(16, 32))
@@ -121,7 +121,7 @@ def write_runs(url: Path, spec: str, count: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("spec", "lanes"), [("text", 4), longer("bytes", 1)])
+@pytest.mark.parametrize(("spec", "lanes"), [("text", 4), ("bytes", 1)])
 def test_data_that_decodes_to_a_hundred_times_its_size_stays_within_memory(spec, lanes, tmp_path):
     write_runs(tmp_path / "d", spec, 10_000)
     assert sum(file.stat().st_size for file in (tmp_path / "d").rglob("*") if file.is_file()) < 3 * 10**6
@@ -164,7 +164,7 @@ def test_what_threads_decode_lz4_in_counts(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lanes", [None, longer(1)])
+@pytest.mark.parametrize("lanes", [None, 1])
 def test_rare_ragged_spikes_stay_within_memory(lanes, tmp_path):
     field, layout = Field("ragged", "uint8", ()), Layout(codec="none")
     with Writer(tmp_path / "d", {"x": field}, num_samples=1600, layout=layout) as out:
@@ -213,9 +213,9 @@ def write_images(url: Path, sides: list[int], count: int) -> None:
     ("sides", "count", "arguments"),
     [
         ([2000], 192, {"batch_size": 16}),
-        longer([2000], 192, {"batch_size": None}),
+        ([2000], 192, {"batch_size": None}),
         ([500, 2000, 1000], 192, {"batch_size": 32, "corner": True}),
-        longer([3000], 48, {"batch_size": 16, "size": (64, 64)}),
+        ([3000], 48, {"batch_size": 16, "size": (64, 64)}),
     ],
 )
 def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, count, arguments, tmp_path):
