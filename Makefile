@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
+.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device changelog clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-convert  converting beside the writers of other loaders: half an hour"
 	@echo "make bench-cores  how the loader scales with the cores of this machine: ten minutes"
 	@echo "make bench-device training on a GPU fed by the loader, beside batches that stay on it: six minutes at most"
+	@echo "make changelog    what has changed since the last release; with VERSION=0.2.0, move it to CHANGELOG.md"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -157,6 +158,9 @@ bench-cache: $(STAMP)
 
 bench-device: $(STAMP)
 	$(BIN)/python -m bench.device
+
+changelog: $(STAMP)
+	@$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version Unreleased)
 
 clean:
 	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
