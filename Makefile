@@ -16,7 +16,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device changelog clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
+.PHONY: help install demo docs test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device changelog clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-horovod a run of Horovod, which this builds: ten minutes"
 	@echo "make fuzz         fuzzes all readers of bytes, an hour: make fuzz SECONDS=600 TARGETS='manifest where'"
 	@echo "make soak         trains with faults, kills and other world sizes, an hour: make soak SECONDS=600 SEED=1"
+	@echo "make docs         the documentation site, in build/docs (half a minute)"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
@@ -56,6 +57,12 @@ endif
 
 demo: $(STAMP)
 	@$(BIN)/streamloader demo
+
+# all pages anew, so that none is left of an earlier build; a warning is an error
+docs: $(STAMP)
+	@rm -rf build/docs
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env --conf-dir docs --doctree-dir build/docs-cache . build/docs
+	@echo "open build/docs/index.html"
 
 # tests that measure time run after the others, one at a time
 test: lint types
