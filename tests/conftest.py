@@ -32,7 +32,18 @@ PYTHON += ["golden", "image", "leaks", "numpy", "pack", "packed_rows", "packing_
 PYTHON += ["storage_conformance", "storage_fork", "streaming_dataset", "threads", "transform", "video", "views"]
 PYTHON += ["workers", "zarr_codecs"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
-FIRST = ["docs", "arrays", "ddp", "pages", "outages", "engine_workers", "executor", "convert_sources", "bench"]
+FIRST = [
+    "docs",
+    "arrays",
+    "ddp",
+    "pages",
+    "tutorials",
+    "outages",
+    "engine_workers",
+    "executor",
+    "convert_sources",
+    "bench",
+]
 FIRST += ["sources_text", "storage_faults", "workers", "killed_conversions", "engines", "frameworks", "run_memory"]
 FIRST += ["conversion_memory", "bad_destinations", "cli", "arrays_faults", "transform", "references"]
 FIRST += ["streaming_dataset", "leaks", "device_schedules", "schedules", "jax_tensorflow", "worlds"]

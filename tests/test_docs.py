@@ -26,7 +26,13 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # need what only tests/integrations has, or take long: test_pages.py there runs them
 LONG = "append buckets collation frameworks joins maintenance observability training video zarr"
 HEAVY = [ROOT / "docs" / f"{name}.md" for name in LONG.split()]
-LINKING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("formats/**/*.md"))]
+LINKING = [
+    *PAGES,
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("formats/**/*.md")),
+]
 
 FENCE = re.compile(r"^```(\w*)( output)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")

@@ -1,0 +1,133 @@
+"""The tutorials: each script trains a model from nothing, and its page shows the script and says what it prints.
+
+A script `examples/tutorials/NAME.py` and its page `docs/tutorials/NAME.md` are found by their names. The last line that
+a script prints compares its model with a baseline: "test accuracy 0.95, most frequent class 0.13", or a loss, an error
+or a perplexity, of which less is better. It draws a figure NAME.png, of which the page has a copy.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+from PIL import Image
+from servers import S3Server
+from test_docs import INSTALL, LINK, ROOT, Block, blocks
+from torchrun import environment
+
+SCRIPTS = sorted((ROOT / "examples" / "tutorials").glob("*.py"))
+RESULT = re.compile(r"^test ([a-z -]+) ([0-9.]+), ([\w -]+?) ([0-9.]+)$", re.MULTILINE)
+LESS_IS_BETTER = ("loss", "error", "perplexity")
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+
+
+def page_of(script: Path) -> Path:
+    return ROOT / "docs" / "tutorials" / f"{script.stem}.md"
+
+
+def run(command: str, folder: Path, **variables: str) -> str:
+    """Run a command of a page in a folder that has the examples, and return what it printed."""
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = environment() | {"PATH": path, "MPLBACKEND": "Agg"} | variables
+    bash = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(bash, cwd=folder, env=given, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def pattern_of(output: str) -> str:
+    return re.escape(output.strip()).replace(r"\.\.\.", ".*?")
+
+
+def check_result(printed: str) -> None:
+    """The model has at most three quarters of the error of the baseline."""
+    results = RESULT.findall(printed)
+    assert results, printed
+    measure, model, _, baseline = results[-1]
+    if measure.endswith(LESS_IS_BETTER):
+        error, simple = float(model), float(baseline)
+    else:
+        error, simple = 1 - float(model), 1 - float(baseline)
+    assert error <= 0.75 * simple, results[-1]
+
+
+def figure_of(script: Path, folder: Path) -> Image.Image:
+    """The figure that the script drew in a folder: not tiny, and not of one colour."""
+    [path] = folder.glob(f"*/{script.stem}.png")
+    image = Image.open(path).convert("RGB")
+    assert image.width >= 500 and image.height >= 200
+    assert len(image.getcolors(image.width * image.height) or []) > 10
+    return image
+
+
+@each_script
+def test_a_tutorial_trains_a_model_from_nothing_and_prints_what_its_page_says(script, tmp_path):
+    page = blocks(page_of(script))
+    commands = [block for block in page if block.language == "bash"]
+    assert any(f"python examples/tutorials/{script.name}" in block.code for block in commands)
+    printed = []
+    for block in commands:
+        printed.append(run(INSTALL.sub("true", block.code), tmp_path))
+        if block.output is not None:
+            assert re.fullmatch(pattern_of(block.output), printed[-1].strip(), re.DOTALL), f"{block}\n{printed[-1]}"
+    shown = [pattern_of(block.output) for block in page if block.language == "python" and block.output is not None]
+    assert re.search(".*".join(shown), "".join(printed), re.DOTALL), "".join(printed)
+    check_result("".join(printed))
+    drawn = figure_of(script, tmp_path)
+    with Image.open(ROOT / "docs" / "tutorials" / "images" / f"{script.stem}.png") as committed:
+        assert committed.size == drawn.size, "copy the figure that the script draws"
+
+
+@each_script
+def test_the_code_of_a_page_is_that_of_its_script_in_order(script):
+    text, end = script.read_text(), 0
+    shown = [block for block in blocks(page_of(script)) if block.language == "python"]
+    assert shown
+    for block in shown:
+        end = place_after(block, text, end)
+
+
+def place_after(block: Block, text: str, begin: int) -> int:
+    """Where a block ends in a script, which may have it with a larger indentation; it begins after another one."""
+    for spaces in range(0, 12, 4):
+        code = indent(block.code, " " * spaces)
+        start = ("\n" + text).find("\n" + code, begin)
+        if start >= 0:
+            return start + len(code)
+    raise AssertionError(f"the script has no such lines after the block before:\n{block.code}")
+
+
+@each_script
+def test_a_page_shows_its_figure_on_white_and_links_to_other_pages(script):
+    page = page_of(script)
+    text = page.read_text()
+    assert f"(images/{script.stem}.png)" in text
+    figure = page.parent / "images" / f"{script.stem}.png"
+    assert figure.stat().st_size < 80_000
+    with Image.open(figure) as image:
+        assert image.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
+    assert [target for target in LINK.findall(text) if target.startswith("../")]
+
+
+@pytest.mark.quick(1)
+@each_script
+def test_a_tutorial_trains_from_a_bucket(script, moto: S3Server, tmp_path):
+    url = moto.url(script.stem)
+    printed = run(f"python examples/tutorials/{script.name} --url {url}", tmp_path, **moto.env)
+    assert url in printed
+    check_result(printed)
+
+
+@pytest.mark.long
+def test_the_losses_of_a_killed_run_are_those_of_one_that_was_not_killed(tmp_path):
+    command = "python examples/tutorials/photographs.py --epochs 5"
+    whole = re.findall("^epoch .*$", run(f"{command} --out whole", tmp_path), re.MULTILINE)
+    killed = run(f"{command} --kill-at 90 || {command}", tmp_path)
+    assert len(whole) == 5
+    assert re.findall("^epoch .*$", killed, re.MULTILINE) == whole
