@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from streamloader.cli.options import option, parse_names, several
-from streamloader.cli.show import print_table, show_bytes
+from streamloader.cli.show import print_json, print_table, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
@@ -108,15 +107,16 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
 def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:
     """Show the arrays of a group that others wrote, and what samples read of them if they are declared."""
     from streamloader.measure.arrays import rechunking, sampled_reads, summarize
+    from streamloader.storage.url import redact
 
     arrays = summarize(url, storage_options)
     reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
     cure = rechunking(reads, sampling)
     if as_json:
         facts = {"arrays": [asdict(array) for array in arrays], "reads": [asdict(each) for each in reads]}
-        click.echo(json.dumps({"url": url, **facts, "rechunking": cure and asdict(cure)}, indent=1))
+        print_json({"url": redact(url), **facts, "rechunking": cure and asdict(cure)})
         return
-    click.echo(f"{url}: {len(arrays)} arrays")
+    click.echo(f"{redact(url)}: {len(arrays)} arrays")
     rows = [(a.name, a.dtype, ", ".join(a.dims), *_sizes(a), a.codecs, a.problem) for a in arrays]
     print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
     for line in reads_lines(url, reads, cure):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,19 @@ from click import Choice, IntRange
 from streamloader.cli import options as shared
 from streamloader.cli.arrays import inspect_arrays, parse_extent, sampling_options, take_sampling
 from streamloader.cli.options import option, several
-from streamloader.cli.show import by_split, counted, display, preview_lines, print_table, show_bytes, show_classes
+from streamloader.cli.show import (
+    by_split,
+    counted,
+    display,
+    preview_lines,
+    print_json,
+    print_result,
+    print_table,
+    printable,
+    show_bytes,
+    show_classes,
+)
+from streamloader.cli.terminal import echo, paint
 from streamloader.errors import FormatError, NotADatasetError, StreamloaderError, UsageError
 from streamloader.options import CODECS, CodecChoice, Layout
 
@@ -54,8 +65,8 @@ transform_options = several(  # those that `convert` and `append` share
 
 
 @click.command()
-@click.argument("src")
-@click.argument("dst")
+@shared.place("src")
+@shared.place("dst")
 @transform_options
 @option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
 @option("--columns", metavar="NAME[=TYPE],...", help="Fields of SRC to read for --map; --fields chooses of its result.")
@@ -73,7 +84,10 @@ transform_options = several(  # those that `convert` and `append` share
 @shared.storage_option
 @shared.source_option
 @shared.quiet_option
-def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: bool, **options: Any) -> None:
+@shared.json_option
+def convert(
+    *, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: bool, as_json: bool, **options: Any
+) -> None:
     """Convert SRC into a dataset at the URL DST.
 
     SRC is a local path or a URL of any store: docs/conversion.md lists the formats. Run the same command again to
@@ -85,7 +99,9 @@ def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: b
     interrupted = "interrupted: finished shards are kept, run the same command again to resume"
     with display(quiet or dry_run, interrupted) as shown:
         report = run(src, dst, layout=layout, progress=shown.update, **options)
-    if dry_run:
+    if as_json:
+        print_json({**report.to_dict(), "dry_run": dry_run, "seconds": shown.elapsed})
+    elif dry_run:
         click.echo("\n".join(preview_lines(report.preview)))
     elif not quiet:
         click.echo(f"{_converted(report)}, {shown.seconds}")
@@ -110,10 +126,8 @@ def _skipped(report: Report, on_error: str) -> Iterator[str]:
 
 def _converted(report: Report) -> str:
     splits = by_split({name: manifest.num_samples for name, manifest in report.manifests.items()})
-    layouts = [layout for manifest in report.manifests.values() for layout in manifest.fields.values()]
-    stored = show_bytes(sum(layout.stored for layout in layouts))
     converted = f"converted {counted(report.num_samples, 'sample')}{splits} to {report.url}"
-    return f"{converted}: {stored} in {counted(report.shards, 'shard')}{_kept(report.shards_kept)}"
+    return f"{converted}: {show_bytes(report.stored)} in {counted(report.shards, 'shard')}{_kept(report.shards_kept)}"
 
 
 def _kept(shards: int) -> str:
@@ -121,8 +135,8 @@ def _kept(shards: int) -> str:
 
 
 @click.command()
-@click.argument("url")
-@click.argument("src", required=False)
+@shared.place("url")
+@shared.place("src", required=False)
 @shared.split_option
 @transform_options
 @option("--fields", metavar="NAME[=TYPE],...", help="Add these columns of the file SRC as new fields instead.")
@@ -131,7 +145,8 @@ def _kept(shards: int) -> str:
 @shared.storage_option
 @shared.source_option
 @shared.quiet_option
-def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: Any) -> None:
+@shared.json_option
+def append(*, url: str, src: str | None, abandon: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Append the samples of SRC to the finished dataset at URL, or with --fields new fields for its samples.
 
     Readers see the new samples or fields when the append is complete; those that opened the dataset before keep reading
@@ -141,6 +156,7 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
     from streamloader.maintenance.append import abandon as abandon_append
     from streamloader.maintenance.append import append as run
     from streamloader.storage import open_store
+    from streamloader.storage.url import redact
 
     fields, on = options.pop("fields"), options.pop("on")
     if abandon == (src is not None):
@@ -148,28 +164,32 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
     if src is None:
         discarded = abandon_append(url, split=options["split"], storage_options=options["storage_options"])
         text = "ended the append, the dataset is as it was" if discarded else "no append is under way"
-    else:
-        with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
-            try:
-                if fields is not None or on is not None:
-                    report = _add_fields(url, src, fields, on, progress=shown.update, **options)
-                else:
-                    report = run(url, src, progress=shown.update, **options)
-            except NotADatasetError as error:
-                with suppress(StreamloaderError):
-                    root = read_root(open_store(src, options["source_options"] or options["storage_options"]))
-                    if manifest_json(root):
-                        error.remedy = f"{src} is a dataset: to append to it, give it before the source"
-                raise
-        text = f"the source has no samples: {report.url} is unchanged"
-        if report.added or report.fields:
-            what = f"added the fields {', '.join(report.fields)}"
-            what = f"appended {counted(report.added, 'sample')}" if report.added else what
-            version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"
-            shards = f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
-            text = f"{what} to {report.url}: {version}, {shards}, {shown.seconds}"
-    if not quiet:
-        click.echo(text)
+        print_result({"url": redact(url), "abandoned": discarded}, text, as_json=as_json, quiet=quiet)
+        return
+    with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
+        try:
+            if fields is not None or on is not None:
+                report = _add_fields(url, src, fields, on, progress=shown.update, **options)
+            else:
+                report = run(url, src, progress=shown.update, **options)
+        except NotADatasetError as error:
+            with suppress(StreamloaderError):
+                root = read_root(open_store(src, options["source_options"] or options["storage_options"]))
+                if manifest_json(root):
+                    error.remedy = f"{src} is a dataset: to append to it, give it before the source"
+            raise
+    document = {**report.to_dict(), "seconds": shown.elapsed}
+    print_result(document, _appended(report, shown.seconds), as_json=as_json, quiet=quiet)
+
+
+def _appended(report: AppendReport, seconds: str) -> str:
+    if not report.added and not report.fields:
+        return f"the source has no samples: {report.url} is unchanged"
+    what = f"added the fields {', '.join(report.fields)}"
+    what = f"appended {counted(report.added, 'sample')}" if report.added else what
+    version = f"version {report.manifest.generation} has {report.manifest.num_remaining:,}"
+    shards = f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
+    return f"{what} to {report.url}: {version}, {shards}, {seconds}"
 
 
 def _add_fields(url: str, src: str, fields: str | None, on: str | None, **options: Any) -> AppendReport:
@@ -195,7 +215,7 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @option("--where", metavar="CONDITION", help="The samples for which this is true, say 'label == 3'.")
 @option("--ids", metavar="FILE", help="The samples in this file of numbers, or in the files of a folder with a slash.")
 @option("--version", type=int, help="The version whose numbers --ids has; a later one is an error, not changed.")
@@ -203,7 +223,8 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
 @shared.split_option
 @shared.storage_option
 @shared.quiet_option
-def delete(*, url: str, quiet: bool, **options: Any) -> None:
+@shared.json_option
+def delete(*, url: str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Delete samples of the finished dataset at URL: a new version leaves them out.
 
     Those that opened the dataset before keep reading the earlier version, for which the shards still have the samples.
@@ -221,16 +242,16 @@ def delete(*, url: str, quiet: bool, **options: Any) -> None:
         what = f"deleted {counted(report.deleted, 'sample')} from {report.url}"
         erased = f", the bytes of {counted(report.erased, 'deleted sample')} are erased" if report.erased else ""
         text = f"{what}: {version}{erased}, {shown.seconds}"
-    if not quiet:
-        click.echo(text)
+    print_result({**report.to_dict(), "seconds": shown.elapsed}, text, as_json=as_json, quiet=quiet)
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @option("--split", help="One split; default: all.")
 @shared.storage_option
 @shared.quiet_option
-def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], quiet: bool) -> None:
+@shared.json_option
+def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], quiet: bool, as_json: bool) -> None:
     """Add the tables of lengths that the dataset at URL lacks, since an earlier release wrote it: a new version.
 
     Reads the fields of bytes, text and ragged arrays without a table once. Those that opened the dataset before keep
@@ -242,6 +263,7 @@ def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], qui
     from streamloader.storage import open_store
 
     names = [split] if split is not None else split_names(read_root(open_store(url, storage_options))) or [None]
+    reports = []
     for name in names:
         with display(quiet, "interrupted: run the same command again to resume") as shown:
             report = add_lengths(url, split=name, storage_options=storage_options, progress=shown.update)
@@ -249,12 +271,15 @@ def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], qui
         if report.fields:
             version = f"version {report.manifest.generation} has {counted(report.manifest.num_remaining, 'sample')}"
             text = f"added the lengths of {', '.join(report.fields)} to {report.url}: {version}, {shown.seconds}"
-        if not quiet:
+        reports.append({**report.to_dict(), "seconds": shown.elapsed})
+        if not quiet and not as_json:
             click.echo(text)
+    if as_json:
+        print_json(reports)
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @shared.split_option
 @shared.storage_option
 @shared.json_option
@@ -264,7 +289,7 @@ def log(*, url: str, split: str | None, storage_options: dict[str, Any], as_json
 
     versions = run(url, split=split, storage_options=storage_options)
     if as_json:
-        click.echo(json.dumps([version.to_dict() for version in versions], indent=1))
+        print_json([version.to_dict() for version in versions])
         return
     rows = []
     for version in versions:
@@ -277,7 +302,7 @@ def log(*, url: str, split: str | None, storage_options: dict[str, Any], as_json
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @click.argument("a", type=IntRange(min=1))
 @click.argument("b", type=IntRange(min=1))
 @shared.split_option
@@ -289,22 +314,23 @@ def diff(*, url: str, a: int, b: int, split: str | None, storage_options: dict[s
 
     difference = run(url, a, b, split=split, storage_options=storage_options)
     if as_json:
-        click.echo(json.dumps(difference.to_dict(), indent=1))
+        print_json(difference.to_dict())
         return
     size = f"{'-' if difference.bytes < 0 else '+'}{show_bytes(abs(difference.bytes))} stored"
     click.echo(f"version {a} to {b}: {difference}; {size}")
 
 
 @click.command()
-@click.argument("url")
-@click.argument("dst")
+@shared.place("url")
+@shared.place("dst")
 @option("--format", type=Choice(FORMATS), required=True, help="Format to write.")
 @shared.fields_option
 @shared.split_option
 @shared.storage_option
 @shared.target_option
 @shared.quiet_option
-def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
+@shared.json_option
+def export(*, url: str, dst: str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Export the samples of the dataset at URL, in order, to files of another format at DST, an empty folder or URL.
 
     webdataset: tar files. parquet: needs pyarrow. npz: fields of fixed shape only. zarr: a plain Zarr v3 group.
@@ -314,13 +340,13 @@ def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
 
     with display(quiet, f"interrupted: {redact(dst)} is incomplete, remove it") as shown:
         report = run(url, dst, progress=shown.update, **options)
-    if not quiet:
-        size = f"{show_bytes(report.bytes)} in {counted(report.files, 'file')}"
-        click.echo(f"exported {counted(report.num_samples, 'sample')} to {report.url}: {size}, {shown.seconds}")
+    size = f"{show_bytes(report.bytes)} in {counted(report.files, 'file')}"
+    text = f"exported {counted(report.num_samples, 'sample')} to {report.url}: {size}, {shown.seconds}"
+    print_result({**report.to_dict(), "seconds": shown.elapsed}, text, as_json=as_json, quiet=quiet)
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @option("--split", help="One split; default: all.")
 @option("--decode", is_flag=True, help="Also decode every image, and check every value, as training does.")
 @option("--bad", metavar="FILE", help="Write the samples with problems to this file, for exclude= of training.")
@@ -344,20 +370,22 @@ def verify(*, url: str, bad: str | None, as_json: bool, quiet: bool, **options: 
         raise UsageError(f"--bad {redact(bad)} is a folder", "give the path or the URL of a file")
     with display(quiet) as shown:
         report = run(url, progress=shown.update, **options)
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=1))
-    else:
-        click.echo("\n".join(_findings(report)) + f", {shown.seconds}")
     written = report.bad if bad is None else report.write_bad(bad, options["storage_options"])
+    if as_json:
+        print_json({**report.to_dict(), "seconds": shown.elapsed})
+    else:
+        echo("\n".join(_findings(report)) + f", {shown.seconds}", sys.stdout)
     if bad is not None and (written < report.bad or not report.complete):
-        problem = f"warning: the list of bad samples is not complete, it has {counted(written, 'line')}"
-        click.echo(f"{problem}; repair what is damaged, and verify again", err=True)
+        problem = f"the list of bad samples is not complete, it has {counted(written, 'line')}"
+        warning = paint("warning:", sys.stderr, fg="yellow")
+        echo(f"{warning} {problem}; repair what is damaged, and verify again", sys.stderr)
     if not report.ok:
         sys.exit(PROBLEMS)
 
 
 def _findings(report: VerifyReport) -> Iterator[str]:
-    yield from (f"problem: {finding.problem}" for finding in report.problems[:PROBLEMS_SHOWN])
+    problem = paint("problem:", sys.stdout, fg="red")
+    yield from (f"{problem} {finding.problem}" for finding in report.problems[:PROBLEMS_SHOWN])
     if len(report.problems) > PROBLEMS_SHOWN:
         yield f"... and {counted(len(report.problems) - PROBLEMS_SHOWN, 'problem')} more, which --json prints"
     if not report.complete:
@@ -371,6 +399,7 @@ def _findings(report: VerifyReport) -> Iterator[str]:
     if report.others:
         yield f"{counted(report.others, 'other object')} below the same URL, not part of the dataset"
     verdict = "OK" if report.ok else counted(len(report.problems), "problem")
+    verdict = paint(verdict, sys.stdout, fg="green" if report.ok else "red", bold=True)
     samples = f"{counted(sum(report.samples.values()), 'sample')}{by_split(report.samples)}"
     compared = f", {counted(report.decoded, 'image')} decoded" if report.decoded else ""
     compared += f", {report.compared:,} compared with the source" if report.compared else ""
@@ -379,33 +408,38 @@ def _findings(report: VerifyReport) -> Iterator[str]:
 
 
 @click.command("rm-incomplete")
-@click.argument("url")
+@shared.place("url")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @shared.storage_option
-def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any]) -> None:
+@shared.json_option
+def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any], as_json: bool) -> None:
     """Remove the unfinished dataset at URL, or the leftovers of killed writers beside a finished one.
 
-    Finished datasets are kept. Run it only while nothing writes to URL.
+    Finished datasets are kept. Run it only while nothing writes to URL. --json needs --yes if there is anything.
     """
     from streamloader.maintenance.cleanup import find_incomplete, remove_incomplete
     from streamloader.storage import open_store
 
     store = open_store(url, storage_options)
     incomplete = find_incomplete(store)
-    click.echo(incomplete.message)
-    if incomplete.kind == "nothing":
-        return
+    found = incomplete.kind != "nothing"
     size = f"{counted(len(incomplete.objects), 'object')}, {show_bytes(incomplete.bytes)}"
-    click.echo("\n".join(_to_remove(incomplete, size)))
-    if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError("there is no terminal to ask for confirmation", "give --yes")
-        if not click.confirm("Has every writer to this URL stopped, and do you want to remove this?"):
-            click.echo("nothing was removed")
-            return
-    unlisted = remove_incomplete(store, incomplete)
+    if not as_json:
+        click.echo(printable(incomplete.message))
+        if found:
+            click.echo("\n".join(_to_remove(incomplete, size)))
+    removes = found and (yes or _confirmed(can_ask=not as_json and sys.stdin.isatty()))
+    unlisted = remove_incomplete(store, incomplete) if removes else 0
     more = f"; half-written files and unfinished uploads: {unlisted}" if unlisted else ""
-    click.echo(f"removed {size}{more}")
+    text = f"removed {size}{more}" if removes else "nothing was removed"
+    document = {**incomplete.to_dict(), "removed": removes, "unlisted": unlisted}
+    print_result(document, text, as_json=as_json, quiet=not found)
+
+
+def _confirmed(*, can_ask: bool) -> bool:
+    if not can_ask:
+        raise UsageError("there is no terminal to ask for confirmation", "give --yes")
+    return click.confirm("Has every writer to this URL stopped, and do you want to remove this?")
 
 
 def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
@@ -419,7 +453,7 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
 
 
 @click.command()
-@click.argument("path")
+@shared.place("path")
 @option("--clear", metavar="DIGEST|all", help="Delete the dataset whose digest begins so, or the cache.")
 @shared.json_option
 def cache(*, path: str, clear: str | None, as_json: bool) -> None:
@@ -431,12 +465,12 @@ def cache(*, path: str, clear: str | None, as_json: bool) -> None:
 
     if clear is not None:
         count, size = caches.clear(path, "" if clear == "all" else clear)
-        report = {"removed": count, "bytes": size}
-        click.echo(json.dumps(report) if as_json else f"removed {counted(count, 'range')}, {show_bytes(size)}")
+        text = f"removed {counted(count, 'range')}, {show_bytes(size)}"
+        print_result({"removed": count, "bytes": size}, text, as_json=as_json)
         return
     found = caches.entries(path)
     if as_json:
-        click.echo(json.dumps([entry._asdict() for entry in found], indent=2))
+        print_json([entry._asdict() for entry in found])
     elif not found:
         click.echo("the cache is empty")
     else:
@@ -453,7 +487,7 @@ def _when(seconds: float) -> str:
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @option("--split", help="One split; default: all.")
 @shared.storage_option
 @shared.json_option
@@ -476,7 +510,7 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
     names = [split] if split is not None else split_names(root) or [None]
     datasets = [_facts(name, open_dataset(url, split=name, storage_options=storage_options)) for name in names]
     if as_json:
-        click.echo(json.dumps({"url": store.url, "datasets": datasets}, indent=1))
+        print_json({"url": store.url, "datasets": datasets})
         return
     for facts in datasets:
         click.echo(f"{store.url}{' split ' + facts['split'] if facts['split'] else ''}\n{_headline(facts)}")

@@ -1,11 +1,14 @@
 """The command `streamloader`: its subcommands and the printing of errors. Imports stay light, so `--help` is fast."""
 
 import sys
+from contextlib import nullcontext, redirect_stdout, suppress
+from itertools import takewhile
 from pathlib import Path
 
 import click
 
 from streamloader import __version__
+from streamloader.cli.completion import PROGRAM, completion
 from streamloader.cli.datasets import (
     append,
     cache,
@@ -20,36 +23,50 @@ from streamloader.cli.datasets import (
     verify,
 )
 from streamloader.cli.measure import bench, plan, stats
-from streamloader.cli.show import INTERRUPTED
-from streamloader.errors import StreamloaderError
+from streamloader.cli.options import json_option
+from streamloader.cli.show import INTERRUPTED, print_json
+from streamloader.cli.terminal import echo, paint
+from streamloader.errors import StreamloaderError, UsageError
 
 BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
 
 
 @click.command()
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Run in this new folder and keep it.")
-def demo(keep: Path | None) -> None:
+@json_option
+def demo(keep: Path | None, *, as_json: bool) -> None:
     """Convert images to a bucket, train from it, kill the ranks, resume and evaluate."""
     from streamloader.demo.run import run_demo
 
-    run_demo(keep)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        results = run_demo(keep)
+    if as_json:
+        print_json(results)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.version_option(__version__, prog_name="streamloader")
+@click.version_option(__version__, prog_name=PROGRAM)
 def cli() -> None:
     """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
 _DATASETS = convert, append, delete, lengths, log, diff, inspect, verify, export, rm_incomplete, cache
-for _command in (*_DATASETS, plan, bench, stats, demo):
+for _command in (*_DATASETS, plan, bench, stats, demo, completion):
     cli.add_command(_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit. A foreseen error is one line on stderr, without secrets, and status 2; Ctrl-C is 130."""
+    """Run a command and exit. A foreseen error is one line on stderr, without secrets, and status 2; Ctrl-C is 130.
+
+    With --json, the error is also a JSON document on stdout.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in takewhile(lambda argument: argument != "--", given)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # of a program that has replaced it
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        status = cli.main(args=arguments, prog_name="streamloader", standalone_mode=False)
+        status = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = BAD_INPUT
@@ -57,12 +74,21 @@ def main(arguments: list[str] | None = None) -> None:
         from streamloader.storage.url import redact  # takes 0.1 s to import, which --help does not need
 
         problem = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo(f"error: {' '.join(redact(problem).split())}", err=True)
+        problem = " ".join(redact(problem).split())
+        echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {problem}", sys.stderr)
+        code = UsageError.code if isinstance(error, click.ClickException) else error.code
+        _print_error(code, problem, as_json=as_json)
         status = BAD_INPUT
-    except click.Abort:
-        click.echo("interrupted", err=True)
+    except click.Abort as error:
+        click.echo(str(error) or "interrupted", err=True)
+        _print_error("interrupted", str(error) or "interrupted", as_json=as_json)
         status = INTERRUPTED
     sys.exit(status)
+
+
+def _print_error(code: str, message: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": {"code": code, "message": message}})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,8 @@ from click import IntRange
 from streamloader.cli import arrays
 from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
-from streamloader.cli.show import counted, display, print_table, show_bytes
+from streamloader.cli.show import counted, display, print_json, print_result, print_table, show_bytes
+from streamloader.cli.terminal import echo, paint
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Clips, Pack, Sampling, Shuffle
 
@@ -96,7 +98,7 @@ def parse_packs(text: str) -> dict[str, int]:
 
 
 @click.command()
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@shared.place("urls", nargs=-1, required=True, metavar="URL...")
 @option(
     "--weights",
     parse=parse_weights,
@@ -179,7 +181,7 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
         print_mixture(forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture), as_json=as_json)
         return
     planned = forecast(urls[0], chosen)
-    click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
+    print_result(planned.to_dict(), "\n".join(forecast_lines(planned)), as_json=as_json)
     if plot is not None:
         draw(planned, plot)
 
@@ -277,7 +279,7 @@ def _requests_line(planned: Forecast | MixtureForecast, about: str = "") -> str:
 def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
     """Print the forecast of a mixture as JSON, or as lines of text and a table of its sources."""
     if as_json:
-        click.echo(json.dumps(planned.to_dict(), indent=1))
+        print_json(planned.to_dict())
         return
     click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
     lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]
@@ -350,7 +352,7 @@ def draw(planned: Forecast, path: Path) -> None:
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @shared.fields_option
 @shared.split_option
 @option("--sample-axis", parse=arrays.parse_extent, help="The dimension that samples lie along.")
@@ -362,10 +364,12 @@ def draw(planned: Forecast, path: Path) -> None:
 @option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")
 @option("--save", is_flag=True, help="Save them in the dataset, for normalize=True.")
 @shared.storage_option
-def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: Any) -> None:
+@shared.json_option
+def stats(*, url: str, raw: bool, output: Path | None, save: bool, as_json: bool, **options: Any) -> None:
     """Fit the mean and the standard deviation of the arrays and images at URL, to normalise them by normalize=.
 
-    Those of images are numbers from 0 to 1 for each channel: Decode(normalize=(mean, std)).
+    Those of images are numbers from 0 to 1 for each channel: Decode(normalize=(mean, std)). Prints the JSON document
+    that normalize= reads; with --output or --save only if --json is given too.
     """
     from streamloader.measure.statistics import document_of, fit, save_in
 
@@ -376,12 +380,12 @@ def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: An
         save_in(url, document, options["storage_options"])
     if output is not None:
         output.write_text(document + "\n")
-    if not save and output is None:
-        click.echo(document)
+    if as_json or (not save and output is None):
+        print_json(json.loads(document))
 
 
 @click.command()
-@click.argument("url")
+@shared.place("url")
 @option("--batch-size", type=IntRange(min=1), help="Samples per batch; default: 256, or all of a smaller dataset.")
 @shared.fields_option
 @shared.split_option
@@ -407,13 +411,14 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
 
         result = run(url, BenchOptions(**options), listen)
     if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=1))
+        print_json(result.to_dict())
         return
     measured = f"{result.url}: {result.num_samples:,} samples, batches of {result.batch_size}"
     click.echo(f"{measured}, the first after {result.first_batch_seconds:.2f} s")
     right = ("samples/s", "MB/s", "CPU s/GB", "requests", "per request")
     print_table(("stage", *right), map(_cells, (*result.ceilings, result.loader)), right)
-    click.echo(result.verdict)
+    limit, colon, rest = result.verdict.partition(":")
+    echo(paint(limit, sys.stdout, bold=True) + colon + rest, sys.stdout)
 
 
 def _cells(row: Ceiling) -> list[str]:

@@ -7,6 +7,7 @@ from functools import partial, reduce
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from streamloader.errors import UsageError
 from streamloader.options import parse_size
@@ -49,6 +50,15 @@ def option(*names: str, parse: Callable[[Any], Any] | None = None, **settings: A
     return click.option(*names, **settings)
 
 
+def place(name: str, **settings: Any) -> Callable[[Any], Any]:
+    """Return the decorator of an argument that is a URL or a local path; shells complete it as a path."""
+    return click.argument(name, shell_complete=_complete_path, **settings)
+
+
+def _complete_path(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
 def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the decorator that adds all of these options to a command."""
     return lambda command: reduce(lambda changed, add: add(changed), reversed(options), command)
@@ -75,7 +85,7 @@ target_option = store_option("target", "The same for the store of DST, if its op
 _FILL = "Value that replaces missing ones of a field. May be repeated."
 fill_option = option("--fill", parse=parse_fill, help=_FILL, **PAIRS)
 quiet_option = option("--quiet", is_flag=True, help="Print errors only.")
-json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, also of an error.")
 split_option = option("--split", help="The split, if the dataset has splits.")
 _EXCLUDE = "The file of samples to leave out, or the folder of such files if it ends in a slash."
 exclude_option = option("--exclude", metavar="FILE", help=_EXCLUDE)

@@ -1,8 +1,9 @@
-"""Printing: numbers and tables, and the progress of commands on stderr."""
+"""Printing: numbers, tables and JSON on stdout, and the progress of commands on stderr."""
 
 from __future__ import annotations
 
-import os
+import json
+import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamloader.cli.terminal import has_colors, has_unicode, progress_line, redraws
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
 
     from streamloader.conversion.job import Preview, Progress
@@ -20,6 +24,38 @@ INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
 CLASSES_SHOWN = 12
 LINE_SECONDS = 5.0  # between two lines of progress, if stderr is not a terminal
 MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before this
+PIPE_WIDTH = 160  # characters of tables in a pipe, which has no width of its own
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
+class Interrupted(click.Abort):
+    """Ctrl-C; the message says what is there now."""
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters: a terminal obeys those that a dataset may have."""
+    return text.translate(_CONTROLS)
+
+
+def print_json(document: Any) -> None:
+    """Print a JSON document on stdout; numbers that JSON does not have, NaN and infinity, become null."""
+    click.echo(json.dumps(_finite(document), indent=1, allow_nan=False))
+
+
+def print_result(document: Any, text: str, *, as_json: bool, quiet: bool = False) -> None:
+    """Print the result of a command: the document, or the text unless `quiet`."""
+    if as_json:
+        print_json(document)
+    elif not quiet:
+        click.echo(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def counted(count: int, noun: str) -> str:
@@ -46,26 +82,45 @@ def show_bytes(size: float) -> str:
 
 def show_classes(name: str, classes: Sequence[object]) -> str:
     """Format the classes of a field as `label: 12 classes: ant, bee, ..., wasp`."""
-    shown = [str(class_name) for class_name in classes]
+    shown = [printable(str(class_name)) for class_name in classes]
     if len(shown) > CLASSES_SHOWN:
         shown = [*shown[: CLASSES_SHOWN - 2], "...", shown[-1]]
     return f"{name}: {len(classes):,} {'class' if len(classes) == 1 else 'classes'}: {', '.join(shown)}"
 
 
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str]) -> None:
-    """Print a table on stdout; the columns `right` are aligned to the right."""
-    from rich.console import Console
+def print_table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Collection[str],
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Print a table on stdout; the columns `right` are aligned to the right.
+
+    `styles`: the style of rich that cells with a text have on a terminal with colours.
+    """
+    from rich.box import ASCII, HEAVY_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    out, table = Console(highlight=False), Table()
-    if not out.is_terminal:
-        out.width = 160  # a pipe has no width: do not fold columns at 80
+    unicode = has_unicode(sys.stdout)
+    table = Table(box=HEAVY_HEAD if unicode else ASCII)
     for title in titles:
-        table.add_column(title, justify="right" if title in right else "left")
+        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    out.print(table)
+        cells = [printable(str(cell)) for cell in row]
+        table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in cells))
+    console_of(sys.stdout).print(table)
+
+
+def console_of(stream: Any) -> Console:
+    """Return rich's console of a stream, whose abilities are those that `terminal.py` finds."""
+    from rich.console import Console
+
+    colors, is_terminal = has_colors(stream), stream.isatty()
+    system: Any = "auto" if colors else None
+    width = None if is_terminal else PIPE_WIDTH  # do not fold columns at 80
+    options: dict[str, Any] = {"force_terminal": colors or redraws(stream), "color_system": system, "width": width}
+    return Console(file=stream, highlight=False, no_color=not colors, **options)
 
 
 def preview_lines(preview: Preview) -> Iterator[str]:
@@ -102,15 +157,20 @@ class Display:
     def __init__(self, bar: Bar | None = None, quiet: bool = False) -> None:
         self._bar, self._quiet = bar, quiet
         if bar is not None:
-            bar.add_task("", total=None, amount="", rate="", left="")
+            bar.add_task("", total=None, details=())
         self._created = time.monotonic()
         self._begin = self._printed = 0.0  # when the rate began to count, and when the last line was printed
         self._last: tuple[str, bool] | None = None  # the phase, and whether it has ended
 
     @property
+    def elapsed(self) -> float:
+        """The seconds since the command began."""
+        return time.monotonic() - self._created
+
+    @property
     def seconds(self) -> str:
         """The time since the command began, as text."""
-        return f"{time.monotonic() - self._created:.1f} s"
+        return f"{self.elapsed:.1f} s"
 
     def print_line(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -127,16 +187,18 @@ class Display:
             return
         if progress.phase == "compare" and self._last is not None and self._last[0] == "verify":
             self._begin = 0.0  # the unit changes from bytes to samples
-        in_bytes, now = progress.phase == "verify", time.monotonic()
+        in_bytes, now = progress.phase in ("verify", "copy"), time.monotonic()
         elapsed = max(now - (self._begin or now), 1e-3)
         rates = [] if in_bytes else [f"{(progress.done - progress.kept) / elapsed:,.0f} samples/s"]
         if progress.phase != "compare":
-            rates.append(f"{(progress.done if in_bytes else progress.bytes) / elapsed / 1e6:,.1f} MB/s")
+            size = progress.done - progress.kept if in_bytes else progress.bytes
+            rates.append(f"{size / elapsed / 1e6:,.1f} MB/s")
         if progress.kept:
-            rates.append(f"{progress.kept} kept from before")
+            kept = f"{progress.kept / 1e6:,.1f} MB" if in_bytes else str(progress.kept)
+            rates.append(f"{kept} kept from before")
         scale, unit = (1, "samples") if not in_bytes else (1e6, "MB") if progress.total >= 1e7 else (1e3, "kB")
         done, total = progress.done / scale, progress.total / scale
-        self.show(progress.phase, done, total, unit, ", ".join(rates), kept=progress.kept)
+        self.show(progress.phase, done, total, unit, ", ".join(rates), kept=progress.kept / scale)
 
     def show(self, phase: str, done: float, total: float, unit: str, rate: str = "", *, kept: float = 0) -> None:
         """Show that `done` of `total` are done; without a terminal, at most every `LINE_SECONDS` within a phase."""
@@ -145,8 +207,8 @@ class Display:
         left = time_left(done, total, kept, now - self._begin)
         if self._bar is not None:
             (task,) = self._bar.task_ids
-            position: dict[str, Any] = {"description": phase, "completed": done, "total": total}
-            self._bar.update(task, **position, amount=f"{done:.0f}/{total:.0f} {unit}", rate=rate, left=left)
+            details = f"{done:.0f}/{total:.0f} {unit}", left, rate
+            self._bar.update(task, description=phase, completed=done, total=total, details=details)
             return
         repeated = last is not None and last[0] == phase and (done < total or last[1])
         if repeated and now - self._printed < LINE_SECONDS:
@@ -158,19 +220,30 @@ class Display:
 
 @contextmanager
 def display(quiet: bool = False, interrupted: str = "interrupted") -> Iterator[Display]:
-    """Yield a `Display`, which shows nothing if `quiet`. Ctrl-C prints `interrupted` and exits with 130."""
+    """Yield a `Display`, which shows nothing if `quiet`. Ctrl-C raises `Interrupted` with the text `interrupted`."""
     try:
-        # some CI systems provide a terminal, and all set CI
-        if quiet or not sys.stderr.isatty() or os.environ.get("CI") or os.environ.get("TERM") == "dumb":
+        if quiet or not redraws(sys.stderr):
             yield Display(quiet=quiet)
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = [TextColumn("{task.description}", markup=False), BarColumn()]
-        columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("amount", "rate", "left")]
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with _bar() as bar:
             yield Display(bar)
     except KeyboardInterrupt:
-        click.echo(interrupted, err=True)
-        sys.exit(INTERRUPTED)
+        raise Interrupted(interrupted) from None
+
+
+def _bar() -> Bar:
+    """Return a progress bar on stderr, on one line however narrow the terminal is."""
+    from rich.progress import Progress, ProgressColumn, Task
+    from rich.text import Text
+
+    console, unicode = console_of(sys.stderr), has_unicode(sys.stderr)
+
+    class Line(ProgressColumn):
+        """The whole line."""
+
+        def render(self, task: Task) -> Text:
+            share = task.completed / task.total if task.total else None
+            before, bar, after = progress_line(console.width, unicode, share, task.description, *task.fields["details"])
+            return Text.assemble(before, (bar, "cyan"), after, no_wrap=True)
+
+    return Progress(Line(), console=console, transient=True)

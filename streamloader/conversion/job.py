@@ -50,7 +50,7 @@ _AGAIN = "start again with overwrite=True (--overwrite)"
 _REMEDY = "choose another destination, or give overwrite=True (--overwrite)"
 _DONE = f"it is finished: give resume=True (--resume) to accept it if this conversion made it, or {_REMEDY}"
 
-Phase = Literal["scan", "write", "finish", "verify", "compare", "export"]
+Phase = Literal["scan", "write", "finish", "verify", "compare", "export", "copy"]
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,15 @@ class Preview:
         """The estimated stored size of all samples, in bytes."""
         return self.num_samples * sum(self.sizes.values())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the preview as JSON values."""
+        fields = {name: str(kind) for name, kind in self.fields.items()}
+        return {**asdict(self), "fields": fields, "num_samples": self.num_samples, "stored": round(self.stored)}
+
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a command: `done` of `total` samples, in the phase "verify" bytes.
+    """The progress of a command: `done` of `total` samples, in the phases "verify" and "copy" bytes.
 
     An earlier run wrote `kept` of the `done` samples, and this one has stored `bytes`. In the phase "scan", `total` is
     0 because it is unknown, and the last report has the `preview`. `detail` is a line of text.
@@ -154,6 +159,28 @@ class Report:
     def num_samples(self) -> int:
         """The number of samples in all splits."""
         return sum(manifest.num_samples for manifest in self.manifests.values())
+
+    @property
+    def stored(self) -> int:
+        """The stored size of all samples, in bytes."""
+        return sum(layout.stored for manifest in self.manifests.values() for layout in manifest.fields.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        left_out = [
+            {"split": split, "name": sample.name, "problem": sample.problem}
+            for split, samples in self.left_out.items()
+            for sample in samples
+        ]
+        return {
+            **{name: getattr(self, name) for name in ("url", "format", "num_samples", "stored", "shards")},
+            "shards_kept": self.shards_kept,
+            "splits": {name: manifest.num_samples for name, manifest in self.manifests.items()},
+            "digests": {name: manifest.digest for name, manifest in self.manifests.items()},
+            "num_left_out": self.num_left_out,
+            "left_out": left_out,
+            "preview": self.preview.to_dict(),
+        }
 
 
 @dataclass(frozen=True)

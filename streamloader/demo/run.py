@@ -243,14 +243,22 @@ class Demo:
         """Run the command `streamloader` in a process. Raises `EngineError` if it fails."""
         _title(f"$ streamloader {' '.join(arguments)}")
         code = "from streamloader.cli.main import main; main()"
-        done = subprocess.run([sys.executable, "-c", code, *arguments], env=self.env, check=False)
+        done = subprocess.run([sys.executable, "-c", code, *arguments], env=self.env, stdout=_stdout(), check=False)
         if done.returncode:
             problem = f"streamloader {arguments[0]} ended with exit code {done.returncode}"
             raise EngineError(problem, "see its error above")
 
 
-def run_demo(keep: Path | None) -> None:
-    """Run the demo in a temporary folder, or in the new folder `keep`.
+def _stdout() -> int | None:
+    """Return the file that `sys.stdout` writes to, for the output of other processes; None for that of this one."""
+    try:
+        return sys.stdout.fileno()
+    except (OSError, AttributeError):
+        return None
+
+
+def run_demo(keep: Path | None) -> dict[str, Any]:
+    """Run the demo in a temporary folder, or in the new folder `keep`; return what it measured, as JSON values.
 
     Raises a `StreamloaderError` if a step fails. The temporary folder is then kept, since the error names its logs.
     """
@@ -260,9 +268,11 @@ def run_demo(keep: Path | None) -> None:
         demo = Demo(folder, endpoint)
         _make_datasets(demo)
         _stream_photographs(demo)
-        _train(demo)
+        results = _train(demo)
+    seconds = time.perf_counter() - begin
     location = "its folder is removed" if keep is None else f"everything is in {keep}"
-    _title(f"done in {time.perf_counter() - begin:.0f} s; {location}")
+    _title(f"done in {seconds:.0f} s; {location}")
+    return {**results, "seconds": seconds, "folder": None if keep is None else str(keep)}
 
 
 def _title(text: str) -> None:
@@ -294,7 +304,7 @@ def _stream_photographs(demo: Demo) -> None:
     dataset.close()
 
 
-def _train(demo: Demo) -> None:
+def _train(demo: Demo) -> dict[str, Any]:
     _title(f"3. {RANKS_BEFORE} processes train on the digits, straight from the bucket, and are killed")
     with Ranks(demo, "first", RANKS_BEFORE) as running:
         checkpoints = (event for event in running if event["event"] == "checkpoint")
@@ -320,10 +330,11 @@ def _train(demo: Demo) -> None:
     repeated = repeated_steps(before, after, begun["step"])
     click.echo(f"all {EPOCHS} epochs have each of the {num_samples} samples exactly once, also the one with the kill")
     click.echo(f"the killed run was {repeated} step(s) past its checkpoint: the same batches were trained again")
-    _report(events)
+    steps = {"killed_at": checkpoint["step"], "resumed_at": begun["step"], "repeated_steps": repeated}
+    return {"samples": num_samples, "epochs": EPOCHS, **steps, **_report(events)}
 
 
-def _report(events: list[Event]) -> None:
+def _report(events: list[Event]) -> dict[str, Any]:
     _title("5. accuracy, speed, and how long training waited for data")
     trained = sorted((event for event in events if event["event"] == "trained"), key=lambda event: int(event["rank"]))
     (evaluated,) = (event for event in events if event["event"] == "evaluated")
@@ -335,6 +346,8 @@ def _report(events: list[Event]) -> None:
     click.echo(f"rank {trained[0]['rank']} is {trained[0]['verdict']} (data plane: {trained[0]['client']})")
     if accuracy < MIN_ACCURACY:
         raise EngineError(f"val accuracy is {accuracy:.1%}, below {MIN_ACCURACY:.0%}", "report this")
+    ranks = [{key: event[key] for key in ("rank", "rate", "waited", "verdict")} for event in trained]
+    return {"accuracy": accuracy, "samples_per_second": sum(event["rate"] for event in trained), "ranks": ranks}
 
 
 @contextmanager

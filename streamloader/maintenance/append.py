@@ -71,6 +71,13 @@ class AppendReport:
     deleted: int = 0
     erased: int = 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        manifest = self.manifest
+        version = {"version": manifest.generation, "num_samples": manifest.num_remaining, "digest": manifest.digest}
+        own = {name: value for name, value in vars(self).items() if name != "manifest"}
+        return {**own, **version, "fields": list(self.fields)}
+
 
 def append(
     url: str | os.PathLike[str],

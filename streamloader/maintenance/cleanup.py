@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from streamloader.conversion.job import FILES
 from streamloader.errors import AccessError, DestinationError, IncompleteError, NotADatasetError
@@ -27,6 +27,11 @@ class Incomplete:
     def bytes(self) -> int:
         """The total size of the objects, in bytes."""
         return sum(info.size for info in self.objects)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        objects = [{"path": info.path, "size": info.size} for info in self.objects]
+        return {**vars(self), "objects": objects, "bytes": self.bytes}
 
 
 def find_incomplete(store: Store) -> Incomplete:

@@ -249,6 +249,10 @@ class ExportReport:
     files: int
     bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return dict(vars(self))
+
 
 def export(
     url: str | os.PathLike[str],

@@ -1,5 +1,6 @@
 """`streamloader demo` from end to end: too long for the main suite, and the first thing that a new user tries."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +9,9 @@ import pytest
 from commands import COMMAND
 
 
-def run_demo(env):
-    options = {"capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run([*COMMAND, "demo"], env={**os.environ, **env}, check=False, **options)
+def run_demo(*options, env):
+    settings = {"capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([*COMMAND, "demo", *options], env={**os.environ, **env}, check=False, **settings)
 
 
 def test_the_demo_passes_and_leaves_nothing(tmp_path):
@@ -21,6 +22,19 @@ def test_the_demo_passes_and_leaves_nothing(tmp_path):
         assert line in done.stdout
     assert "val accuracy 9" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_with_json_the_demo_prints_one_document_of_what_it_measured(tmp_path):
+    done = run_demo("--json", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found.keys() == {
+        *("samples", "epochs", "killed_at", "resumed_at", "repeated_steps", "accuracy", "samples_per_second", "ranks"),
+        *("seconds", "folder"),
+    }
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
+    assert "wrote 182 crops" in done.stderr and "bytes:jpeg" in done.stderr
 
 
 @pytest.mark.long
