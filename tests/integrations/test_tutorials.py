@@ -125,9 +125,13 @@ def test_a_tutorial_trains_from_a_bucket(script, moto: S3Server, tmp_path):
 
 
 @pytest.mark.long
-def test_the_losses_of_a_killed_run_are_those_of_one_that_was_not_killed(tmp_path):
-    command = "python examples/tutorials/photographs.py --epochs 5"
-    whole = re.findall("^epoch .*$", run(f"{command} --out whole", tmp_path), re.MULTILINE)
-    killed = run(f"{command} --kill-at 90 || {command}", tmp_path)
-    assert len(whole) == 5
+@pytest.mark.parametrize(
+    ("command", "step", "epochs"), [("photographs.py --epochs 5", 90, 5), ("microscopy.py --url {url}", 30, 6)]
+)
+def test_the_losses_of_a_killed_run_are_those_of_one_that_was_not_killed(command, step, epochs, moto, tmp_path):
+    command = "python examples/tutorials/" + command.format(url=moto.url("nuclei.zarr"))
+    whole = re.findall("^epoch .*$", run(f"{command} --out whole", tmp_path, **moto.env), re.MULTILINE)
+    killed = run(f"{command} --kill-at {step} || {command}", tmp_path, **moto.env)
+    assert len(whole) == epochs
+    assert "resumed at step" in killed
     assert re.findall("^epoch .*$", killed, re.MULTILINE) == whole
