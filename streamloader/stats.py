@@ -24,11 +24,11 @@ MANY_CORES = 4
 # Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
 # Fields that hold the value at the time of the snapshot; all others are sums.
-_CURRENT = frozenset(
-    ["in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for"]
-    + ["rank", "world_size", "worker", "url", "epoch", "step", "ready_batches", "ready_batches_limit"]
-    + ["ready_blocks", "ready_blocks_limit", "memory_bytes", "memory_limit"]
-)
+_CURRENT = {
+    *("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for"),
+    *("rank", "world_size", "worker", "url", "epoch", "step", "ready_batches", "ready_batches_limit"),
+    *("ready_blocks", "ready_blocks_limit", "memory_bytes", "memory_limit"),
+}
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Engine:
         planned = plans(*given, resident=not streamed, endless=endless)
         most = min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once)))
         planner = Planner(planned, most, self._runtime)
-        self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
+        self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless, steps=steps_at_once)
         threads = Threads("assemble", 2, core.fail, runtime=self._runtime)
         self._end_threads = Finalizer(self, _close, core, threads)
         self._begun = 0
@@ -152,7 +152,7 @@ class Engine:
     def current(self, returned: int) -> dict[str, int]:
         """Return the values of `Stats` that are of this moment. `returned`: batches that the consumer got and keeps."""
         values, core = {"memory_bytes": self.executor.arena.allocated}, self.core
-        return values if core is None else values | core.current(returned, self._upcoming[-1])
+        return values if core is None else values | core.current(returned)
 
     def close(self) -> None:
         """End the threads of the last pass and of a pass that is loaded ahead, and free their memory.
@@ -466,10 +466,15 @@ class Pipeline:
 
 
 class Assembler:
-    """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
+    """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module.
 
-    def __init__(self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool) -> None:
-        self.plans = plans
+    `steps`: the number of batches in a plan.
+    """
+
+    def __init__(
+        self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool, steps: int
+    ) -> None:
+        self.plans, self._steps = plans, steps
         self.endless = endless  # one pass after the other, until this is closed
         self.stages = stages
         self.memory = memory
@@ -623,16 +628,16 @@ class Assembler:
                 self._seen.append(self._ready.get_nowait())
         return any(not isinstance(batch, Batch) or batch.finished.is_set() for batch in self._seen)
 
-    def current(self, returned: int, steps: int) -> dict[str, int]:
+    def current(self, returned: int) -> dict[str, int]:
         """Return how many batches and blocks are ready, and how many may be: see `Stats`.
 
-        `returned`: batches that the consumer got and keeps. `steps`: the batches of a plan.
+        `returned`: batches that the consumer got and keeps.
         """
         finished = [batch for batch in self._assembled.copy() if batch.finished.is_set()]
         batches = sum(-(-len(batch.plan.samples) // batch.plan.step_rows) for batch in finished)
         return {
             "ready_batches": returned + batches,
-            "ready_batches_limit": self._most_ready * steps + steps - 1,  # training has one of the others
+            "ready_batches_limit": (self._most_ready + 1) * self._steps - 1,  # training has one
             "ready_blocks": max(0, self._ahead - self._fetcher.loading),
             "ready_blocks_limit": self._budget.slots,
             "memory_limit": self._budget.bytes,

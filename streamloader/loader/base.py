@@ -822,7 +822,7 @@ class Loader:
         """Return the statistics of this process's loader, with a verdict on its bottleneck. Any thread may call it."""
         engine, run, world = self._cached_engine, self._running(), self._resolve_world(self._world)
         urls = ", ".join(store.url for dataset in self._datasets for store in dataset.stores)
-        current = {"rank": world.rank, "world_size": world.size, "worker": self._worker[0], "url": urls}
+        current: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "worker": self._worker[0], "url": urls}
         for last in tuple(self._delivered):
             current |= {"epoch": last.start.epoch, "step": last.step}
         if engine is None or not engine.owner.here:  # one that was made here could take the place of a new pass's
