@@ -91,9 +91,9 @@ class TensorBoard(_Log):
 class WandB(_Log):
     """Adds `data/wait_seconds`, `data/wait_fraction`, `data/samples_per_second`, `data/epoch` and `data/step` to a run.
 
-    `run`: what `wandb.init` returned. `every`: the batches that each value covers. The values are part of the row that
-    the training's next `run.log` writes: a row of their own would advance the step of the run, and Weights & Biases
-    drops what is logged for an earlier step.
+    `run`: what `wandb.init` returned. `every`: the batches that each value covers. The values become part of a row of
+    the training: of its next `run.log`, or of its last one if it gives them a `step=`. A row of their own would advance
+    the step of the run, and Weights & Biases drops what is logged for an earlier step.
     """
 
     def __init__(self, run: Run, *, every: int = 10) -> None:

@@ -16,7 +16,7 @@ from streamloader.storage.optional import need
 from streamloader.storage.process import Finalizer, Owner
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import CallbackOptions, Meter, Observation
+    from opentelemetry import metrics as otel
     from prometheus_client.metrics_core import Metric as Family
 
 PROMETHEUS, OPENTELEMETRY = "prometheus-client", "opentelemetry-api"
@@ -179,7 +179,7 @@ class _Sweep:
         return self._taken
 
 
-def observe(datasets: Datasets, meter: Meter) -> None:
+def observe(datasets: Datasets, meter: otel.Meter) -> None:
     """Report the metrics of a dataset, or of several by name, by observable instruments of an OpenTelemetry meter.
 
     The meter asks for them as often as its reader says. A dataset that was deleted has none any more.
@@ -187,7 +187,7 @@ def observe(datasets: Datasets, meter: Meter) -> None:
     kind = need("opentelemetry.metrics", OPENTELEMETRY).Observation
     sweep = _Sweep(Watched(datasets))
 
-    def observed(metric: Metric, _: CallbackOptions) -> list[Observation]:
+    def observed(metric: Metric, _: otel.CallbackOptions) -> list[otel.Observation]:
         points = ((labels_of(stats, name), metric.points(stats)) for name, stats in sweep(metric))
         return [kind(value, {**labels, **own}) for labels, each in points for own, value in each]
 
