@@ -44,6 +44,7 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"streamloader {release}"

@@ -79,7 +79,8 @@ def _sign(app: Sphinx, what: str, name: str, obj: Any, options: Any, given: str 
     """Return the signature of a class as Python finds it: that of `__init__` where a base has a `__new__`."""
     if what != "class" or not given or not given.startswith("(*"):
         return None
-    return stringify_signature(signature(obj, bound_method=True), unqualified_typehints=True), returns
+    text = stringify_signature(signature(obj), show_return_annotation=False, unqualified_typehints=True)
+    return text, returns
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -338,5 +338,4 @@ def _without_users(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    # with slashes on Windows too, as fsspec has them
-    return os.path.normpath(Path(path).expanduser().absolute()).replace(os.sep, "/")
+    return os.path.normpath(Path(path).expanduser().absolute())
