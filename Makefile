@@ -123,6 +123,9 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt setup.py streamloader
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --editable '.[integrations]'
 	@# LitData requires torchvision, which it imports for media only
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps litdata tifffile zstd
+	@# MosaicML Streaming requires torchvision, an earlier NumPy and the clients of many clouds
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps mosaicml-streaming brotli catalogue cramjam python-snappy
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps lancedb deprecation lance-namespace lance-namespace-urllib3-client overrides
 	@# TensorFlow requires an earlier h5py, which only its models need
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps tensorflow-cpu astunparse flatbuffers gast google-pasta termcolor
 	@# beside torch for the CPU it cannot be imported, which those who find it would try: see tests/torchvision_of_any_build.py

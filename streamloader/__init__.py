@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from streamloader import errors
 
 if TYPE_CHECKING:
+    from streamloader import metrics as metrics
     from streamloader.conversion.api import convert as convert
     from streamloader.format.dataset import Dataset as Dataset
     from streamloader.format.dataset import open as open  # noqa: A004 - `sl.open` reads as the builtin does
@@ -78,6 +79,8 @@ __all__ = ["__version__", "errors", *" ".join(_PUBLIC.values()).split()]  # noqa
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":  # a module of its own, whose names are not among these
+        return import_module("streamloader.metrics")
     for module, names in _PUBLIC.items():
         if name in names.split():
             return getattr(import_module(f"streamloader.{module}"), name)
@@ -85,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "metrics"})

@@ -24,9 +24,11 @@ MANY_CORES = 4
 # Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
 # Fields that hold the value at the time of the snapshot; all others are sums.
-_CURRENT = frozenset(
-    ["in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for"]
-)
+_CURRENT = {
+    *("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for"),
+    *("rank", "world_size", "worker", "url", "epoch", "step", "ready_batches", "ready_batches_limit"),
+    *("ready_blocks", "ready_blocks_limit", "memory_bytes", "memory_limit"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ class Stats:
     repeated. `cpu_seconds` does not include them. `client` names the data plane and why
     it was chosen. `waiting_for` is empty except during an outage of the store, when it names the endpoint, how long the
     loader has waited for it, and the last error; and while the store asks for a long wait (Retry-After).
+
+    `rank` of `world_size` ranks, and `worker` of those of a DataLoader, has read `url`, up to `step` of `epoch`, the
+    numbers that `BatchReport` has, -1 before the first batch. `ready_batches` are finished and wait for training, of
+    `ready_batches_limit` that may; `ready_blocks` are loaded, and no batch has needed them yet, of
+    `ready_blocks_limit`, the blocks that fit. If both are near 0, this rank holds up the others. `memory_bytes` of
+    blocks and batches are allocated, those of other datasets of the process included, and `memory_limit` is the most
+    that this loader may use.
     """
 
     batches: int = 0
@@ -135,6 +144,18 @@ class Stats:
     workers_reason: str = ""
     client: str = ""
     waiting_for: str = ""
+    rank: int = 0
+    world_size: int = 1
+    worker: int = 0
+    url: str = ""
+    epoch: int = -1
+    step: int = -1
+    ready_batches: int = 0
+    ready_batches_limit: int = 0
+    ready_blocks: int = 0
+    ready_blocks_limit: int = 0
+    memory_bytes: int = 0
+    memory_limit: int = 0
 
     def since(self, earlier: Stats) -> Stats:
         """Return the statistics of the interval since `earlier`, a snapshot of the same dataset.
@@ -343,10 +364,10 @@ class Counters:
         waited = now - requested
         self.add(batches=batches, samples=samples, wait_seconds=waited, first_batch_seconds=waited if first else 0.0)
 
-    def snapshot(self) -> Stats:
-        """Return the sums so far."""
+    def snapshot(self, **current: Any) -> Stats:
+        """Return the sums so far, with the `current` values of other fields."""
         with self._lock:
             values: dict[str, Any] = dict(self._sums)
             values |= {"seconds": self._end - self._begin, "cpu_seconds": self._cpu_end - self._cpu_begin}
-        values |= {"workers_reason": self.workers_reason, "client": self.client}
+        values |= {"workers_reason": self.workers_reason, "client": self.client, **current}
         return Stats(**values, waiting_for="; ".join(filter(None, self.outages())))

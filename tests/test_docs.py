@@ -8,6 +8,7 @@ import shutil
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# each needs the package that it leaves: tests/integrations/test_migrating.py runs them
+MIGRATING = sorted((ROOT / "docs" / "migrating").glob("*.md"))
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *MIGRATING]
 # need what only tests/integrations has, or take long: test_pages.py there runs them
 LONG = "append buckets collation frameworks joins maintenance observability training video zarr"
 HEAVY = [ROOT / "docs" / f"{name}.md" for name in LONG.split()]
@@ -80,26 +83,24 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reader:
-    """Someone who reads pages and tries what they say, in one bucket, each page in a fresh folder with `photos/`."""
+    """Someone who reads pages and tries what they say, each page in a fresh folder with `photos/`."""
 
-    def __init__(self, moto: S3Server, photos: Path, folder: Path) -> None:
-        self._moto, self._photos, self._folder = moto, photos, folder
-        client = moto.client()
-        client.create_bucket(Bucket="my-bucket")
-        rule = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::my-bucket/*"}
-        client.put_bucket_policy(Bucket="my-bucket", Policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}))
-        client.close()
-        self.printed = {README: self.run(README)}  # the other pages take the dataset that it converts
+    def __init__(self, photos: Path, folder: Path, environment: Mapping[str, str]) -> None:
+        self._photos, self._folder, self._environment = photos, folder, environment
+        self.printed: dict[Path, list[str]] = {}
 
-    def run(self, page: Path, limit: float = 300) -> list[str]:
-        """Run a page, for as many seconds at most, and return what each of its blocks printed."""
+    def run(self, page: Path, limit: float = 300, prelude: str = "") -> list[str]:
+        """Run a page after a prelude, for as many seconds at most, and return what each of its blocks printed."""
         work = self._folder / page.stem
         shutil.copytree(self._photos, work / "photos")
         (work / "examples").symlink_to(ROOT / "examples")
-        parts = [(part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)]
+        parts = [
+            ("python", 1, prelude),
+            *((part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)),
+        ]
         out = self._folder / f"{page.stem}.json"
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        arguments = (parts, out, work, {**self._moto.env, "PATH": path})
+        arguments = (parts, out, work, {**self._environment, "PATH": path})
         # forked, since torch is imported here already
         process = multiprocessing.get_context("fork").Process(target=run_page, args=arguments)
         process.start()
@@ -108,28 +109,37 @@ class Reader:
         process.join()
         assert process.exitcode == 0, out.with_suffix(".log").read_text()[-4000:]
         printed: list[str] = json.loads(out.read_text())
-        return printed
+        return printed[1:]
 
 
 @pytest.fixture(scope="module")
 def reader(moto: S3Server, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A reader who has done what the README says."""
-    return Reader(moto, photos, tmp_path_factory.mktemp("reader"))
+    """A reader with a bucket, who has done what the README says: the other pages take the dataset that it converts."""
+    client = moto.client()
+    client.create_bucket(Bucket="my-bucket")
+    rule = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::my-bucket/*"}
+    client.put_bucket_policy(Bucket="my-bucket", Policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}))
+    client.close()
+    reader = Reader(photos, tmp_path_factory.mktemp("reader"), moto.env)
+    reader.printed[README] = reader.run(README)
+    return reader
 
 
 LIGHT = [pytest.param(README, marks=pytest.mark.python), *(page for page in PAGES[1:] if blocks(page))]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("page", [page for page in LIGHT if page not in HEAVY], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in LIGHT if page not in (*HEAVY, *MIGRATING)], ids=lambda page: page.stem
+)
 def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):
     check(page, reader)
 
 
-def check(page: Path, reader: Reader, limit: float = 300) -> None:
+def check(page: Path, reader: Reader, limit: float = 300, prelude: str = "") -> None:
     """Run a page, for as many seconds at most, unless it was run, and compare what it printed."""
     if page not in reader.printed:
-        reader.printed[page] = reader.run(page, limit)
+        reader.printed[page] = reader.run(page, limit, prelude)
     for part, printed in zip(blocks(page), reader.printed[page], strict=True):
         if part.output is not None:
             pattern = re.escape(part.output.strip()).replace(r"\.\.\.", ".*")

@@ -52,11 +52,12 @@ ALLOWED = {
     "pytorch": BASE | {"storage", "order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
     "maintenance": BASE | {"storage", "format", "zarr", "conversion", "images"},
+    "metrics": {"errors", "options", "stats", "storage"},
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
     "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure"},
     "demo": BASE,
     "testing": BASE | {"storage"},  # no module imports it
-    "__init__": BASE | {"format", "conversion", "maintenance", "loader", "pytorch"},
+    "__init__": BASE | {"format", "conversion", "maintenance", "loader", "metrics", "pytorch"},
 }
 
 # third-party packages that only some stages may import; `import streamloader` is a user's import
@@ -73,6 +74,7 @@ ONLY_IN = {
     "pyarrow": {"conversion", "maintenance", "storage"},  # pages of references are Parquet
     "av": {"format"},
     "jax tensorflow": {"loader"},
+    "prometheus_client opentelemetry": {"metrics"},
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 

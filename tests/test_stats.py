@@ -29,6 +29,8 @@ from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
 NO_SUMS = ("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "chunks", "waiting_for")
+NO_SUMS += ("rank", "world_size", "worker", "url", "epoch", "step", "ready_batches", "ready_batches_limit")
+NO_SUMS += ("ready_blocks", "ready_blocks_limit", "memory_bytes", "memory_limit")
 SUMS = [item.name for item in dataclasses.fields(Stats) if item.name not in NO_SUMS]
 
 seconds = st.just(0.0) | st.floats(1e-9, 1e6)  # clocks count nanoseconds

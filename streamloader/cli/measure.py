@@ -348,7 +348,7 @@ def draw(planned: Forecast, path: Path) -> None:
     figure.savefig(picture, format="svg")
     svg, title = picture.getvalue(), html.escape(f"Plan of {planned.url}")
     text = html.escape("\n".join(forecast_lines(planned)))
-    path.write_text(PAGE.format(title=title, text=text, picture=svg[svg.index("<svg") :]))
+    path.write_text(PAGE.format(title=title, text=text, picture=svg[svg.index("<svg") :]), "utf-8")
 
 
 @click.command()

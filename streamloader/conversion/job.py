@@ -6,6 +6,7 @@ to be resumed, and receipts list its finished shards.
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -252,8 +253,12 @@ class RunOptions(Option):
         return self.on_error != "raise"
 
     def num_processes(self, *urls: str) -> int:
-        """Return the number of processes; 0 for this process, in which stores at memory:// URLs are."""
-        if self.engine.name == "local" and any(url.startswith("memory:") for url in urls):
+        """Return the number of processes; 0 for this process, in which stores at memory:// URLs are.
+
+        On Windows too, where no other process inherits a socket by its number.
+        """
+        here = sys.platform == "win32" or any(url.startswith("memory:") for url in urls)
+        if self.engine.name == "local" and here:
             return 0
         if self.workers is None:
             return 0 if self.engine.address else cpu_count()

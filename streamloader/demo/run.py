@@ -156,7 +156,7 @@ class Ranks:
         """Send SIGKILL to every rank, and wait for torchrun."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one way to end a process
         deque(self, maxlen=0)
         self.process.wait(RUN_SECONDS)
 
@@ -189,7 +189,7 @@ def reason(log: Path) -> str:
     That line is the error of a rank, else that of another process, else the last line. torchrun's own error says only
     that a rank failed, and its summary ends with the first one.
     """
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
     of_ranks = [line for line in errors if line.startswith("[rank")]
     exit_codes = [line for line in lines if line.startswith("exitcode")]

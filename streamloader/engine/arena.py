@@ -35,6 +35,8 @@ RESERVED = 4
 LEAST_RESERVED = 1 << 33
 # Free memory of this size goes back to the system at once; the rest is used again, as malloc does.
 RETURNED_BYTES = 1 << 18
+# Where a mapping takes what it may need from the system's memory at once, and where that amount is not known: Windows.
+FIXED_BYTES = 1 << 33
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # of Python 3.13
 HUGE_BYTES = 1 << 22  # allocations that ask for huge pages, as numpy does
 HUGE_PAGE = 1 << 21  # only whole ones can be huge
@@ -61,7 +63,9 @@ class Arena(MappedMemory):
 
     def __init__(self, *, shared: bool) -> None:
         self.shared = shared
-        self.descriptor = os.memfd_create("streamloader") if shared else -1
+        self.descriptor = -1
+        if shared and sys.platform == "linux":  # elsewhere none is shared: `choose_workers`
+            self.descriptor = os.memfd_create("streamloader")
         self._lock = threading.RLock()
         self._map = self._reserve()
         super().__init__(self._map)
@@ -70,21 +74,32 @@ class Arena(MappedMemory):
         self._allocated: dict[int, tuple[Any, Any, int, int]] = {}
         self.references: dict[int, object] = {}  # to allocated arrays, by their address
         self._deleted: deque[weakref.ref[Bytes]] = deque()  # appended to without the lock
-        if shared and hasattr(mmap, "MADV_DONTFORK"):
-            self._map.madvise(mmap.MADV_DONTFORK)  # a forked child would see batches change that it inherits
-        self._advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
+        self._advice = 0
         # Weak references whose callback frees pages by `methodcaller`: what a signal handler raises in a callback that
-        # runs Python code is lost.
-        self._kind: Any = type("_Freed", (weakref.ref,), {"free": staticmethod(self._map.madvise)})
+        # runs Python code is lost. Where the system takes no pages back, it does nothing.
+        self._kind: Any = type("_Freed", (weakref.ref,), {"free": staticmethod(slice)})
+        self._free_pages()
+
+    def _free_pages(self) -> None:
+        """Let the pages of deleted arrays go back to the system, but not in a forked child."""
+        if sys.platform == "win32":
+            return
+        self._advice = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
+        if self.shared and sys.platform == "linux":
+            self._map.madvise(mmap.MADV_DONTFORK)  # a forked child would see batches change that it inherits
+            self._advice = mmap.MADV_REMOVE
+        self._kind.free = staticmethod(self._map.madvise)
         kind = weakref.ref(self._kind)
         os.register_at_fork(after_in_child=lambda: _forget(kind()))
 
     def _reserve(self) -> mmap.mmap:
         """Map as many addresses as the system allows."""
         size = max(LEAST_RESERVED, RESERVED * machine_memory()) // PAGE * PAGE
-        flags = mmap.MAP_SHARED if self.shared else mmap.MAP_PRIVATE | mmap.MAP_ANON
         while True:
             try:
+                if sys.platform == "win32":
+                    return mmap.mmap(-1, min(size, FIXED_BYTES))
+                flags = mmap.MAP_SHARED if self.shared else mmap.MAP_PRIVATE | mmap.MAP_ANON
                 if self.shared:
                     os.truncate(self.descriptor, size)
                 return mmap.mmap(self.descriptor, size, flags=flags | MAP_NORESERVE)
@@ -109,7 +124,7 @@ class Arena(MappedMemory):
             freed = self._kind(array, methodcaller("free", self._advice, start, pages)) if returned else None
             entry = weakref.ref(array, self._deleted.append)
             self._allocated[id(entry)] = entry, freed, start, pages
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        if huge and sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, pages)
         return array
@@ -168,11 +183,16 @@ def _forget(kind: Any) -> None:
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the control group's if less."""
+    """Return the bytes of memory that this process may use: the machine's, or the control group's if less.
+
+    8 GiB on Windows, which Python's library does not ask.
+    """
+    if sys.platform == "win32":
+        return FIXED_BYTES
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # absent, or "max"
-            total = min(total, int(Path(path).read_text()))
+            total = min(total, int(Path(path).read_text("ascii")))
     return total
 
 

@@ -132,7 +132,7 @@ class Engine:
         planned = plans(*given, resident=not streamed, endless=endless)
         most = min(PLANNED, max(2, PLANNED_ROWS // (share.batch * steps_at_once)))
         planner = Planner(planned, most, self._runtime)
-        self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless)
+        self.core = core = Assembler(planner, fetcher, stages, memory, endless=endless, steps=steps_at_once)
         threads = Threads("assemble", 2, core.fail, runtime=self._runtime)
         self._end_threads = Finalizer(self, _close, core, threads)
         self._begun = 0
@@ -148,6 +148,11 @@ class Engine:
         self._begun += 1
         self._upcoming = following
         return Pipeline(self, core, self._end_threads)
+
+    def current(self, returned: int) -> dict[str, int]:
+        """Return the values of `Stats` that are of this moment. `returned`: batches that the consumer got and keeps."""
+        values, core = {"memory_bytes": self.executor.arena.allocated}, self.core
+        return values if core is None else values | core.current(returned)
 
     def close(self) -> None:
         """End the threads of the last pass and of a pass that is loaded ahead, and free their memory.
@@ -461,10 +466,15 @@ class Pipeline:
 
 
 class Assembler:
-    """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
+    """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module.
 
-    def __init__(self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool) -> None:
-        self.plans = plans
+    `steps`: the number of batches in a plan.
+    """
+
+    def __init__(
+        self, plans: Planner, fetcher: Fetcher, stages: Stages, memory: Memory, *, endless: bool, steps: int
+    ) -> None:
+        self.plans, self._steps = plans, steps
         self.endless = endless  # one pass after the other, until this is closed
         self.stages = stages
         self.memory = memory
@@ -486,8 +496,10 @@ class Assembler:
         self.clock, self._event = runtime.clock, runtime.event
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = runtime.queue()
         self._seen: list[Batch | StreamloaderError | None] = []  # what `is_ready` took of `_ready`
+        self._assembled: deque[Batch] = deque()  # the batches of both, for `current`: a queue cannot be looked into
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
-        self._permits = runtime.semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
+        permits = READY_BATCHES + (0 if self._budget.exact else stages.more_batches)
+        self._permits, self._most_ready = runtime.semaphore(permits), permits - 1  # training has one
         self._taken = 0  # permits of the last batch returned; asking for the next one releases them
         self.asked = math.inf  # when the consumer began to wait; infinity once it was reported
         self._closed = False
@@ -513,9 +525,12 @@ class Assembler:
             self._planned_ends -= plan is None
             self._planned_rows -= 0 if plan is None else len(plan.rows)
             for batch in [None] if plan is None else self._assemble(plan):
+                if batch is not None:
+                    self._assembled.append(batch)
                 self._ready.put(batch)
                 if self._closed:
                     _drop(batch)
+                    self._assembled.clear()
                 if batch is not None and batch.error is not None:
                     return
 
@@ -601,6 +616,9 @@ class Assembler:
             finally:
                 del batch  # see `Pipeline._finish`
         self._taken = batch.permits if batch else 1
+        if batch is not None:
+            with suppress(IndexError):  # another thread may close
+                self._assembled.popleft()
         return batch
 
     def is_ready(self) -> bool:
@@ -609,6 +627,21 @@ class Assembler:
             if not self._seen:
                 self._seen.append(self._ready.get_nowait())
         return any(not isinstance(batch, Batch) or batch.finished.is_set() for batch in self._seen)
+
+    def current(self, returned: int) -> dict[str, int]:
+        """Return how many batches and blocks are ready, and how many may be: see `Stats`.
+
+        `returned`: batches that the consumer got and keeps.
+        """
+        finished = [batch for batch in self._assembled.copy() if batch.finished.is_set()]
+        batches = sum(-(-len(batch.plan.samples) // batch.plan.step_rows) for batch in finished)
+        return {
+            "ready_batches": returned + batches,
+            "ready_batches_limit": (self._most_ready + 1) * self._steps - 1,  # training has one
+            "ready_blocks": max(0, self._ahead - self._fetcher.loading),
+            "ready_blocks_limit": self._budget.slots,
+            "memory_limit": self._budget.bytes,
+        }
 
     def check_open(self) -> None:
         """Raise `EngineError` once closed: no more batches are finished."""
@@ -647,6 +680,7 @@ class Assembler:
         with suppress(queue.Empty):
             while True:
                 _drop(self._seen.pop() if self._seen else self._ready.get_nowait())
+        self._assembled.clear()
         self._ready.put(None)
 
     def join(self, seconds: float) -> bool:

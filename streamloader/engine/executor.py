@@ -10,6 +10,7 @@ the same result when it is called again: if a worker is killed, its jobs are rep
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ LEAST_CORES = 4
 MOST_COPYING = 8
 # Seconds of a transform of one sample that pay for sending it to another process and back.
 SLOW_TRANSFORM = 3e-4
+NO_SHARED_MEMORY = "this system has no anonymous shared memory (memfd_create)"
 
 
 def choose_workers(
@@ -60,7 +62,7 @@ def choose_workers(
         "DataLoader workers have none of their own": in_worker,
         "other processes cannot read memory:// URLs": any(url.startswith("memory:") for url in urls),
         "other processes cannot load the credential_provider: define it in a module that you import": private,
-        "this system has no anonymous shared memory (memfd_create)": not hasattr(os, "memfd_create"),
+        NO_SHARED_MEMORY: sys.platform != "linux" or not hasattr(os, "memfd_create"),
     }
     if reasons := [reason for reason, found in obstacles.items() if found]:
         return 0, reasons[0]

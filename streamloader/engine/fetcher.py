@@ -297,6 +297,12 @@ class Fetcher:
                 self._memory.complete(ticket, held)
             return error
 
+    @property
+    def loading(self) -> int:
+        """The number of blocks that are being loaded."""
+        with self._changed:
+            return sum(block.left > 0 for block in self._blocks.values())
+
     def describe(self) -> str:
         """Return what a batch waits for, and the requests, in words."""
         with self._changed:

@@ -263,6 +263,11 @@ class Pass(Iterator[Columns]):
             raise StopIteration
         return pipeline, made
 
+    @property
+    def ready(self) -> int:
+        """The number of batches that `next` returns without asking the engine."""
+        return max(0, len(self._waiting) - self._taking)
+
     def end(self) -> None:
         """End the threads of this pass; `next` raises from now on."""
         pipeline, self._pipeline = self._pipeline, None
@@ -305,11 +310,10 @@ class Pass(Iterator[Columns]):
         if not samples or loader is None or loader._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
-        share, epoch = cursor.share, cursor.start.epoch
         loader._options.on_batch(
             BatchReport(
-                epoch=epoch,
-                step=share.steps_before + share.steps_between(0, cursor.position),
+                epoch=cursor.start.epoch,
+                step=cursor.step,
                 samples=samples,
                 wait_seconds=waited,
                 seconds=self._reported - before,
@@ -815,8 +819,15 @@ class Loader:
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def stats(self) -> Stats:
-        """Return the statistics of this process's loader, with a verdict on its bottleneck."""
-        return self._engine().counters.snapshot()
+        """Return the statistics of this process's loader, with a verdict on its bottleneck. Any thread may call it."""
+        engine, run, world = self._cached_engine, self._running(), self._resolve_world(self._world)
+        urls = ", ".join(store.url for dataset in self._datasets for store in dataset.stores)
+        current: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "worker": self._worker[0], "url": urls}
+        for last in tuple(self._delivered):
+            current |= {"epoch": last.start.epoch, "step": last.step}
+        if engine is None or not engine.owner.here:  # one that was made here could take the place of a new pass's
+            return Stats(**current)
+        return engine.counters.snapshot(**current, **engine.current(0 if run is None else run.ready))
 
     def close(self) -> None:
         """End the current pass and its threads."""

@@ -543,6 +543,11 @@ class Cursor(NamedTuple):
         return self.share.walk(self.start.position + self.ahead * self.share.global_batch, self.steps)
 
     @property
+    def step(self) -> int:
+        """The number of this consumer's next step, from epoch 0 on; with `max_tokens=` from the start of its epoch."""
+        return self.share.steps_before + self.share.steps_between(0, self.position)
+
+    @property
     def steps_left(self) -> int:
         """The number of steps of all ranks from this consumer's next one on."""
         share = self.share

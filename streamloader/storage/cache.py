@@ -20,13 +20,13 @@ An error of the disk never reaches the reader: it costs a request to the store. 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import re
 import stat
 import struct
+import sys
 import threading
 import time
 from array import array
@@ -86,8 +86,13 @@ _LENGTHS = struct.Struct("<8sIQ")  # magic, bytes of the key, bytes of the body
 _CRC = struct.Struct("<I")
 _COUNTERS = struct.Struct("<QQ")
 _UNKNOWN = 1 << 62  # bytes in use before they are counted
-_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+if sys.platform == "win32":
+    _NO_FOLLOW = _FOLDER_FLAGS = 0  # no folder is opened: see `_Folder`
+else:
+    import fcntl
+
+    _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block
+    _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOREIGN = "the folder is not a cache of this version of streamloader: choose another path"
 _LOG = logging.getLogger("streamloader")
 
@@ -216,6 +221,8 @@ class _Folder:
     """
 
     def __init__(self, options: Cache) -> None:
+        if sys.platform == "win32":
+            raise OSError(errno.ENOSYS, "Windows does not open folders, which a cache does to stay inside of its own")
         self.limit, self.free = int(options.limit), int(options.free)
         self._one = threading.Lock()  # for the threads of this process, which would poll the lock of the counters
         self._busy = False

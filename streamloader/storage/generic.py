@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import ipaddress
 import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -41,11 +41,16 @@ from streamloader.storage.process import Finalizer
 from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.url import CHAIN, Location, redact
 
+if sys.platform != "win32":
+    import fcntl
+
 # Metadata services of AWS (IPv6), Alibaba, Oracle and Azure, whose addresses are not link-local
 METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16")
 UNKNOWN_BYTES = 64 << 20  # the assumed size of an object or a listing of unknown size
 SMALL_BYTES = 1 << 20  # most manifests and receipts are smaller
 _LINK = re.compile(r"""<a\b[^>]*?\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"']+))""", re.IGNORECASE)
+# Where Windows refuses to replace a file, since a reader has it open: seconds until it is tried again
+_REPLACED_AGAIN = (0.01, 0.1, 1.0) if sys.platform == "win32" else ()
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
 
 
@@ -298,27 +303,26 @@ class MemoryClient(FsspecClient):
 class LocalClient(FsspecClient):
     """Local files, which are written under a temporary name in the same folder, then renamed or linked."""
 
+    _writing = threading.Lock()
+
     def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> memoryview:
         """Return bytes [start, stop), fewer if the file ends before `stop`; in `receiver.allocate(size)`."""
         count = 0
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe has no bytes, rather than no end
-        try:
-            body = receiver.allocate(max(0, min(stop, os.fstat(file).st_size) - start))
-            while count < len(body) and (size := os.preadv(file, [body[count:]], start + count)):
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            body = receiver.allocate(max(0, min(stop, os.fstat(file.fileno()).st_size) - start))
+            if len(body):
+                file.seek(start)
+            while count < len(body) and (size := file.readinto(body[count:])):
                 count += size
-        finally:
-            os.close(file)
         return body[:count]
 
     def put(self, path: str, data: Body) -> str:
         """Write the file."""
         with _written_beside(path, data) as temporary:
-            try:
-                temporary.replace(path)
-            except IsADirectoryError:  # left empty by deleted objects: buckets have no folders
+            if Path(path).is_dir():  # left empty by deleted objects: buckets have no folders
                 for folder, _, _ in os.walk(path, topdown=False):
                     Path(folder).rmdir()
-                temporary.replace(path)
+            _move(temporary, path)
         return ""
 
     def create(self, path: str, data: Buffer) -> str:
@@ -330,18 +334,22 @@ class LocalClient(FsspecClient):
                 if error.errno not in _NO_LINKS:
                     raise
                 Path(path).touch(exist_ok=False)
-                temporary.replace(path)
+                _move(temporary, path)
         return ""
 
     @contextmanager
     def _lock(self, path: str) -> Iterator[None]:
-        folder = os.open(Path(path).parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # some network filesystems have no locks
-                fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder, so that a kill leaves no lock file
-            yield
-        finally:
-            os.close(folder)
+        if sys.platform == "win32":  # no folder can be opened, so other processes are not locked out
+            with self._writing:
+                yield
+        else:
+            folder = os.open(Path(path).parent, os.O_RDONLY)
+            try:
+                with suppress(OSError):  # some network filesystems have no locks
+                    fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder, so that a kill leaves no lock file
+                yield
+            finally:
+                os.close(folder)
 
     def remove_leftovers(self, folder: str) -> int:
         """Remove the temporary files of killed writers below a folder, and return their number."""
@@ -349,6 +357,21 @@ class LocalClient(FsspecClient):
         for path in leftovers:
             path.unlink(missing_ok=True)
         return len(leftovers)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe without waiting for who writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _move(temporary: Path, path: str) -> None:
+    """Replace a file by a complete one."""
+    for seconds in _REPLACED_AGAIN:
+        with suppress(PermissionError):
+            temporary.replace(path)
+            return
+        time.sleep(seconds)
+    temporary.replace(path)
 
 
 @contextmanager

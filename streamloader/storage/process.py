@@ -169,7 +169,7 @@ def _unlock_properties() -> None:
 
 
 # Python 3.11 locks a cached property of all objects of a class while it is computed, maybe in a thread of the parent.
-if sys.version_info < (3, 12):
+if sys.platform != "win32" and sys.version_info < (3, 12):
     os.register_at_fork(after_in_child=_unlock_properties)
 
 # Descriptors of locked files. A forked child closes them, else their locks would outlive the parent.
@@ -183,7 +183,7 @@ def open_to_lock(path: str, flags: int, folder: int) -> int:
     Close it by `close_locked`.
     """
     with _LOCKING_LOCK:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        descriptor = os.open(path, flags, 0o600, dir_fd=folder)  # which no program inherits
         _LOCKING.add(descriptor)
     return descriptor
 
@@ -202,9 +202,10 @@ def _close_inherited() -> None:
     _LOCKING_LOCK.release()
 
 
-os.register_at_fork(
-    before=_LOCKING_LOCK.acquire, after_in_parent=_LOCKING_LOCK.release, after_in_child=_close_inherited
-)
+if sys.platform != "win32":
+    os.register_at_fork(
+        before=_LOCKING_LOCK.acquire, after_in_parent=_LOCKING_LOCK.release, after_in_child=_close_inherited
+    )
 
 _OBSTORE_USERS: set[int] = set()  # ids of this process and of those that it was forked from
 _WARNED: set[int] = set()
@@ -396,8 +397,9 @@ def trim_heaps() -> None:
 
     Each thread allocates in a heap of its own, of up to 64 MiB, which stays as large as the thread has made it.
     """
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_interactive() -> bool:
@@ -409,7 +411,7 @@ def cpu_count() -> int:
     """Return the number of cores that this process may use: its affinity, or its cgroup quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

@@ -338,4 +338,5 @@ def _without_users(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    return os.path.normpath(Path(path).expanduser().absolute())
+    # with slashes on Windows too, as fsspec has them
+    return os.path.normpath(Path(path).expanduser().absolute()).replace(os.sep, "/")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import re
 import select
@@ -27,7 +26,6 @@ import ssl
 import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections import Counter
@@ -39,6 +37,10 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from streamloader.errors import UsageError
+
+if sys.platform != "win32":
+    import fcntl
+    import termios
 
 # What each kind does. Those of `_INSTEAD` do not reach the server; the others change its response.
 KINDS = {
@@ -593,8 +595,10 @@ class _Connection:
         """Wait, at most a second, until the client's machine has received what was sent, which a reset would drop."""
         sock = self._writer.get_extra_info("socket")
         for _ in range(200):
-            unsent = bytearray(4)
-            fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, unsent)
+            unsent = bytearray(b"?")
+            if sys.platform != "win32":  # which does not tell
+                unsent = bytearray(4)
+                fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, unsent)
             if not any(unsent):
                 return
             await asyncio.sleep(0.005)

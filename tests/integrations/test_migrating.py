@@ -1,0 +1,19 @@
+"""The pages for those who come from other packages: their blocks run with the real package."""
+
+import pytest
+from test_docs import MIGRATING, ROOT, Reader, blocks, check, photos  # noqa: F401 - a fixture
+
+# MosaicML Streaming imports torchvision
+PRELUDES = {"mosaic": "import torchvision_of_any_build"}
+
+
+@pytest.fixture(scope="module")
+def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
+    """A reader with local folders only."""
+    folder = tmp_path_factory.mktemp("reader")
+    return Reader(photos, folder, {"DATA_OPTIMIZER_CACHE_FOLDER": str(folder / "optimize")})
+
+
+@pytest.mark.parametrize("page", [page for page in MIGRATING if blocks(page)], ids=lambda page: page.stem)
+def test_every_block_of_a_page_runs_with_the_package_that_it_leaves_and_prints_what_it_says(page, reader):
+    check(page, reader, prelude=PRELUDES.get(page.stem, ""))
