@@ -48,6 +48,8 @@ CALLS = {
     "verify": ["verify", "{0}/data"],
     "export": ["export", "{0}/x", "{0}/exported", "--format", "npz"],
     "rm-incomplete": ["rm-incomplete", "{0}/left", "--yes"],
+    "ls": ["ls", "{0}"],
+    "cp": ["cp", "{0}/data", "{0}/copied"],
     "cache": ["cache", "{0}/cache"],
     "cache --clear": ["cache", "{0}/cache", "--clear", "all"],
     "plan": ["plan", "{0}/data"],

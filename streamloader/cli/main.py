@@ -25,6 +25,7 @@ from streamloader.cli.datasets import (
 from streamloader.cli.measure import bench, plan, stats
 from streamloader.cli.options import json_option
 from streamloader.cli.show import INTERRUPTED, print_json
+from streamloader.cli.stores import cp, ls
 from streamloader.cli.terminal import echo, paint
 from streamloader.errors import StreamloaderError, UsageError
 
@@ -50,7 +51,7 @@ def cli() -> None:
     """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
-_DATASETS = convert, append, delete, lengths, log, diff, inspect, verify, export, rm_incomplete, cache
+_DATASETS = convert, append, delete, lengths, log, diff, ls, inspect, verify, export, cp, rm_incomplete, cache
 for _command in (*_DATASETS, plan, bench, stats, demo, completion):
     cli.add_command(_command)
 

@@ -191,14 +191,14 @@ class Display:
         elapsed = max(now - (self._begin or now), 1e-3)
         rates = [] if in_bytes else [f"{(progress.done - progress.kept) / elapsed:,.0f} samples/s"]
         if progress.phase != "compare":
-            size = progress.done - progress.kept if in_bytes else progress.bytes
+            size = progress.done if progress.phase == "verify" else progress.bytes
             rates.append(f"{size / elapsed / 1e6:,.1f} MB/s")
-        if progress.kept:
-            kept = f"{progress.kept / 1e6:,.1f} MB" if in_bytes else str(progress.kept)
-            rates.append(f"{kept} kept from before")
+        kept = progress.done - progress.bytes if progress.phase == "copy" else progress.kept
+        if kept:
+            rates.append(f"{f'{kept / 1e6:,.1f} MB' if in_bytes else kept} kept from before")
         scale, unit = (1, "samples") if not in_bytes else (1e6, "MB") if progress.total >= 1e7 else (1e3, "kB")
         done, total = progress.done / scale, progress.total / scale
-        self.show(progress.phase, done, total, unit, ", ".join(rates), kept=progress.kept / scale)
+        self.show(progress.phase, done, total, unit, ", ".join(rates), kept=kept / scale)
 
     def show(self, phase: str, done: float, total: float, unit: str, rate: str = "", *, kept: float = 0) -> None:
         """Show that `done` of `total` are done; without a terminal, at most every `LINE_SECONDS` within a phase."""

@@ -14,6 +14,7 @@ Result = TypeVar("Result")
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
+COPY = "copy"  # who writes, in the job file of a copy
 STATISTICS = "_streamloader/statistics.json"  # the mean and standard deviation of fields, which are no part of the data
 _AGAIN = "copy or convert the dataset again"
 _IN_PLACE = "give the URL of a dataset that streamloader wrote, or read its arrays in place with sample_axis="
@@ -87,7 +88,11 @@ def read_version(opened: Opened, version: int) -> Manifest:
 
 
 def _open_root(store: Store, split: str | None) -> Opened:
-    document = _read_root_once(store)
+    return open_document(store, _read_root_once(store), split)
+
+
+def open_document(store: Store, document: dict[str, Any], split: str | None = None) -> Opened:
+    """Open a dataset, or one split of it, by its root document. Raises as `open_root`."""
     attributes = _dataset_attributes(document, store.url)
     check_version(attributes, store.url)
     splits = attributes.get("splits")
@@ -238,6 +243,8 @@ def _missing_root_error(store: Store, error: NotFoundError) -> NotADatasetError 
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
         return NotADatasetError(f"there is no dataset at {store.url} ({error.problem})", remedy)
+    if job.get("by") == COPY:
+        return IncompleteError(f"the copy to {store.url} is unfinished", "run the same cp command again to resume it")
     finished = _finished_shards(store, job)
     total = job.get("shards")
     done = f"{finished} of {total} shards" if isinstance(total, int) else f"{finished} shards"

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from heapq import merge
 from itertools import islice, repeat
@@ -41,7 +41,7 @@ from streamloader.maintenance.columns import added_fields
 from streamloader.options import MIB, Decode
 from streamloader.storage import Store, open_beside, open_store
 from streamloader.storage.objects import cut_runs
-from streamloader.storage.process import cpu_count, finished_before_exit, run_all
+from streamloader.storage.process import Quota, cpu_count, finished_before_exit, run_all
 from streamloader.zarr.metadata import ARRAYS, read_group
 from streamloader.zarr.reader import ArrayReader
 
@@ -291,7 +291,7 @@ class Images:
     """
 
     def __init__(self) -> None:
-        self._free, self._changed = DECODE_BYTES, threading.Condition()
+        self._quota = Quota(DECODE_BYTES)
 
     def decoder(self, name: str, encoding: str) -> ImageDecoder | None:
         """Return the decoder of a field of bytes, None if its encoding is not of images or videos."""
@@ -307,26 +307,13 @@ class Images:
         try:
             header = decoder.measure(data, sample)
             size = header.height * header.width * decoder.options.channels + decoder.scratch_bytes(data, header)
-            with self._reserved(size), finished_before_exit():  # OpenCV must not end with the interpreter
+            with self._quota.reserved(size), finished_before_exit():  # OpenCV must not end with the interpreter
                 decoder.check(data, sample, header)
         except DecodeError as error:
             if isinstance(error.__cause__, MemoryError):
                 raise error.__cause__ from None
             return error.problem
         return ""
-
-    @contextmanager
-    def _reserved(self, size: int) -> Iterator[None]:
-        size = min(size, DECODE_BYTES)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += size
-                self._changed.notify_all()
 
 
 class Problems:

@@ -392,6 +392,28 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
     return [results[index] for index, _ in numbered]
 
 
+class Quota:
+    """Bytes that threads reserve for a while; one that needs more than there are waits until it has all of them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """Reserve `size` bytes during the block; wait until they are free."""
+        size = min(size, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
 def trim_heaps() -> None:
     """Return the free memory of the C library's heaps to the system, where that library is glibc.
 
