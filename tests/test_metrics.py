@@ -161,6 +161,57 @@ def test_the_table_has_each_number_of_stats_once_and_names_by_convention():
         assert metric.field in sums or metric.values
 
 
+PAGE = (ROOT / "docs/metrics.md").read_text()
+DASHBOARD = json.loads((ROOT / "docs/grafana.json").read_text())
+QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_the_page_has_the_table():
+    rows = [f"| `{each.prometheus}` | {each.kind} | {each.unit} | {each.description} |" for each in METRICS]
+    assert re.findall(r"^\| `streamloader_.*$", PAGE, re.MULTILINE) == rows
+    for name in re.findall(r"`(streamloader_\w+)`", PAGE):
+        assert name in {metric.prometheus for metric in METRICS}
+
+
+@pytest.mark.parametrize(("title", "query"), QUERIES)
+def test_a_query_of_the_dashboard_names_metrics_of_the_table_and_takes_the_rate_of_counters(title, query):
+    kinds = {metric.prometheus: metric.kind for metric in METRICS}
+    named = list(re.finditer(r"(rate\()?(streamloader_\w+)(\{.*?\})(\[\$__rate_interval\]\))?", query))
+    assert len(named) == query.count("streamloader_") > 0
+    for rate, name, labels, interval in (each.groups() for each in named):
+        since_begin = title == "Bad samples and missing chunks"
+        assert (rate is not None) == (interval is not None) == (kinds[name] == "counter" and not since_begin)
+        assert labels == '{job=~"$job", dataset=~"$dataset", rank=~"$rank"}'
+
+
+def test_the_dashboard_is_one_that_grafana_imports_and_the_page_lists_its_panels():
+    panels, variables = DASHBOARD["panels"], DASHBOARD["templating"]["list"]
+    assert DASHBOARD["schemaVersion"] >= 36
+    assert not {"id", "__inputs"} & set(DASHBOARD), "it replaces no dashboard, and asks for nothing"
+    assert (variables[0]["name"], variables[0]["type"], variables[0]["query"]) == (
+        "datasource",
+        "datasource",
+        "prometheus",
+    )
+    sources = [each["datasource"] for each in (*panels, *(t for p in panels for t in p["targets"]), *variables[1:])]
+    assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
+    assert [each["query"]["query"] for each in variables[1:]] == [
+        f"label_values(streamloader_info, {name})" for name in ("job", "dataset", "rank")
+    ]
+    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    cells = [
+        (x, y)
+        for each in (panel["gridPos"] for panel in panels)
+        for x in range(each["x"], each["x"] + each["w"])
+        for y in range(each["y"], each["y"] + each["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert all(panel["fieldConfig"]["defaults"].get("unit") for panel in panels if panel["type"] != "table")
+    listed = re.findall(r"^\| ([^|`]+) \| [^|]*\|$", PAGE.partition("## Grafana")[2].partition("###")[0], re.MULTILINE)
+    assert [title for title in listed if title != "panel"] == [panel["title"] for panel in panels]
+
+
 # ---- Prometheus
 
 

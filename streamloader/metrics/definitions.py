@@ -65,54 +65,54 @@ def _metrics(kind: Kind, rows: str) -> Iterator[Metric]:
 
 
 _COUNTERS = """
-samples          | {sample}  | samples                | Samples that training received.
-batches          | {batch}   | batches                | Batches that training received; samples with batch_size=None.
-run              | s         | seconds                | Time from the request for the first batch to the last batch.
-wait             | s         | wait_seconds           | Time that the training loop waited for batches.
-fetch_wait       | s         | fetch_wait_seconds     | Time that the loader waited for bytes, also during training.
-decode_wait      | s         | decode_wait_seconds    | Time that the loader waited for images, also during training.
-transform_wait   | s         | transform_wait_seconds | Time that it waited for the transform, also during training.
-gather           | s         | gather_seconds         | Time that the thread that gathers batches was busy.
-full             | s         | full_seconds           | Time that the loader was ahead and waited for training.
-device_wait      | s         | device_wait_seconds    | Time that the device had nothing to do until a batch was there.
-requests         | {request} | requests               | Requests to the store, with retries and hedges.
-retries          | {request} | retries                | Requests that were sent again after a failure.
-hedges           | {request} | hedges                 | Second requests for a slow first one.
-request          | s         | request_seconds        | Time of all requests; its rate is the mean number in flight.
-fetched          | By        | bytes_fetched          | Bytes read from the store.
-cache_hits       | {request} | cache_hits             | Ranges read from the cache on local disk instead of the store.
-cache_read       | By        | cache_bytes            | Bytes read from the cache on local disk.
-decoded          | By        | bytes_decoded          | Bytes of decompressed chunks.
-unpack           | s         | unpack_seconds         | Processor time of checking and decompressing chunks.
-decode           | s         | decode_seconds         | Processor time of decoding images.
-transform        | s         | transform_seconds      | Time that the transform ran, in all its threads or workers.
-cpu              | s         | cpu_seconds            | Processor time of the process, without its workers.
-bad_samples      | {sample}  | bad_samples            | Samples that were masked or replaced (on_error=).
-cpu_decoded      | {image}   | decoded_on_cpu         | Images that the processor decoded, since the device cannot.
-elements         | {element} | elements               | Elements of padded fields, with padding.
-padding_elements | {element} | padding_elements       | Elements of padding.
-chunks_read      | {chunk}   | chunks_read            | Chunks of arrays that were read.
-missing_chunks   | {chunk}   | missing_chunks         | Chunks of arrays that do not exist: they have the fill value.
-workers_replaced | {process} | workers_replaced       | Worker processes that were killed and replaced.
-buffers          | {buffer}  | buffers_allocated      | Buffers of batches that were allocated.
+samples            | {sample}  | samples                | Samples that training received.
+batches            | {batch}   | batches                | Batches that training received; samples with batch_size=None.
+run                | s         | seconds                | Time from the request for the first batch to the last batch.
+wait               | s         | wait_seconds           | Time that the training loop waited for batches.
+fetch_wait         | s         | fetch_wait_seconds     | Time that the loader waited for bytes, also during training.
+decode_wait        | s         | decode_wait_seconds    | Time that the loader waited for images, also during training.
+transform_wait     | s         | transform_wait_seconds | Time that it waited for the transform, also during training.
+gather             | s         | gather_seconds         | Time that the thread that gathers batches was busy.
+full               | s         | full_seconds           | Time that the loader was ahead and waited for training.
+device_wait        | s         | device_wait_seconds    | Time that the device had nothing to do for lack of a batch.
+requests           | {request} | requests               | Requests to the store, with retries and hedges.
+retries            | {request} | retries                | Requests that were sent again after a failure.
+hedges             | {request} | hedges                 | Second requests for a slow first one.
+request            | s         | request_seconds        | Time of all requests; its rate is the mean number in flight.
+fetched            | By        | bytes_fetched          | Bytes read from the store.
+cache_hits         | {request} | cache_hits             | Ranges read from the cache on local disk instead of the store.
+cache_read         | By        | cache_bytes            | Bytes read from the cache on local disk.
+decoded            | By        | bytes_decoded          | Bytes of decompressed chunks.
+unpack             | s         | unpack_seconds         | Processor time of checking and decompressing chunks.
+decode             | s         | decode_seconds         | Processor time of decoding images.
+transform          | s         | transform_seconds      | Time that the transform ran, in all its threads or workers.
+cpu                | s         | cpu_seconds            | Processor time of the process, without its workers.
+bad_samples        | {sample}  | bad_samples            | Samples that were masked or replaced (on_error=).
+cpu_decoded_images | {image}   | decoded_on_cpu         | Images that the processor decoded, since the device cannot.
+elements           | {element} | elements               | Elements of padded fields, with padding.
+padding_elements   | {element} | padding_elements       | Elements of padding.
+chunks_read        | {chunk}   | chunks_read            | Chunks of arrays that were read.
+missing_chunks     | {chunk}   | missing_chunks         | Chunks of arrays that do not exist: they have the fill value.
+workers_replaced   | {process} | workers_replaced       | Worker processes that were killed and replaced.
+buffers            | {buffer}  | buffers_allocated      | Buffers of batches that were allocated.
 """
 
 _GAUGES = """
-epoch               | {epoch}   | epoch                | Epoch of the last batch, -1 before it.
-step                | {step}    | step                 | Step of the last batch, counted from epoch 0; -1 before it.
-ready_batches       | {batch}   | ready_batches        | Batches that are finished and wait for training.
-ready_batches_limit | {batch}   | ready_batches_limit  | Batches that may be finished and wait for training.
-ready_blocks        | {block}   | ready_blocks         | Blocks that are loaded, and that no batch has needed yet.
-ready_blocks_limit  | {block}   | ready_blocks_limit   | Blocks that fit into memory.
-memory              | By        | memory_bytes         | Bytes of blocks and batches of all datasets of the process.
-memory_limit        | By        | memory_limit         | Bytes that the loader may use.
-first_batch         | s         | first_batch_seconds  | Time that training waited for the first batch.
-request_limit       | {request} | in_flight            | Requests that may be in flight at once.
-outage              | {outage}  | waiting_for          | 1 while the store does not respond or asks to wait, else 0.
-workers             | {process} | workers              | Worker processes, 0 for threads.
-cores               | {core}    | cores                | Cores that the rank decodes with.
-transformers        | {thread}  | transformers         | Threads or workers that run the transform.
-epoch_chunks        | {chunk}   | chunks               | Chunks of arrays that an epoch reads, on all ranks.
+epoch               | {epoch}   | epoch               | Epoch of the last batch, -1 before it.
+step                | {step}    | step                | Step of the last batch, counted from epoch 0; -1 before it.
+ready_batches       | {batch}   | ready_batches       | Batches that are finished and wait for training.
+ready_batches_limit | {batch}   | ready_batches_limit | Batches that may be finished and wait for training.
+ready_blocks        | {block}   | ready_blocks        | Blocks that are loaded, and that no batch has needed yet.
+ready_blocks_limit  | {block}   | ready_blocks_limit  | Blocks that fit into memory.
+memory              | By        | memory_bytes        | Bytes of blocks and batches of all datasets of the process.
+memory_limit        | By        | memory_limit        | Bytes that the loader may use.
+first_batch         | s         | first_batch_seconds | Time that training waited for the first batch.
+request_limit       | {request} | in_flight           | Requests that may be in flight at once.
+outage              | {outage}  | waiting_for         | 1 while the store does not respond or asks to wait, else 0.
+workers             | {process} | workers             | Worker processes, 0 for threads.
+cores               | {core}    | cores               | Cores that the rank decodes with.
+transformers        | {thread}  | transformers        | Threads or workers that run the transform.
+epoch_chunks        | {chunk}   | chunks              | Chunks of arrays that an epoch reads, on all ranks.
 """
 
 METRICS: tuple[Metric, ...] = (
