@@ -193,6 +193,12 @@ def test_the_first_screen_of_the_readme_is_short():
     assert len([line for line in (install_and_convert.code + train.code).splitlines() if line.strip()]) <= 15
     end = train.line + train.code.count("\n")
     assert end <= 40, "what it is, install, convert and train stand on the first screen"
+    picture = re.search(r"^!\[.{20,}\]\((\S+)\)$", text, re.M)
+    assert picture
+    assert picture.start() < text.index("```"), "a picture shows what it is"
+    assert (ROOT / picture[1]).exists()
+    assert text.count("![") == 1
+    assert text.count("\n") <= 110
     for word in ("pip install", "streamloader convert", "StreamingDataset("):
         assert word in text[: text.index(train.code) + len(train.code)]
 

@@ -1,6 +1,7 @@
 """The documentation site: it builds without a network and without warnings, and no link in it is broken."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import streamloader as sl
-from streamloader import errors, testing
+from streamloader import errors, metrics, testing
 
 ROOT = Path(__file__).parents[2]
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}
@@ -98,17 +99,17 @@ def test_every_page_of_the_documentation_can_be_reached_from_the_first_one(site,
 
 def test_every_public_name_is_in_the_reference(site, pages):
     anchors = {anchor for path, page in pages.items() if path.parent.name == "reference" for anchor in page.anchors}
-    names = [f"streamloader.{name}" for name in sl.__all__ if name != "errors"]
+    names = [f"streamloader.{name}" for name in sl.__all__ if name not in ("errors", "metrics")]
     names += [f"streamloader.errors.{name}" for name in errors.__all__]
-    names += [f"streamloader.testing.{name}" for name in testing.__all__]
+    names += [f"{module.__name__}.{name}" for module in (metrics, testing) for name in module.__all__]
     assert [name for name in names if name not in anchors] == []
 
 
 def test_the_list_for_language_models_names_every_page_of_the_site(site):
     lines = (site / "llms.txt").read_text().splitlines()
     assert lines[0] == "# streamloader"
-    linked = [line[line.index("](") + 2 : -1] for line in lines if line.startswith("- [")]
-    assert linked
+    linked = [found[1] for line in lines if (found := re.match(r"- \[.+?\]\((\S+)\): \w", line))]
+    assert len(linked) == len([line for line in lines if line.startswith("- ")])
     assert [link for link in linked if not (site / link).is_file()] == []
     whole = (site / "llms-full.txt").read_text()
     for path in (ROOT / "docs").glob("*.md"):
