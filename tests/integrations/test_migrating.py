@@ -3,15 +3,21 @@
 import pytest
 from test_docs import MIGRATING, ROOT, Reader, blocks, check, photos  # noqa: F401 - a fixture
 
-# MosaicML Streaming imports torchvision
-PRELUDES = {"mosaic": "import torchvision_of_any_build"}
+# before `import datasets`, which would find a module of the tests
+WITHOUT_TESTS = """
+import sys
+sys.modules.pop("datasets", None)
+sys.path.remove(%r)
+"""
+PRELUDES = {"huggingface": WITHOUT_TESTS % str(ROOT / "tests"), "mosaic": "import torchvision_of_any_build  # for its import"}
 
 
 @pytest.fixture(scope="module")
 def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
     """A reader with local folders only."""
     folder = tmp_path_factory.mktemp("reader")
-    return Reader(photos, folder, {"DATA_OPTIMIZER_CACHE_FOLDER": str(folder / "optimize")})
+    caches = {"DATA_OPTIMIZER_CACHE_FOLDER": str(folder / "optimize"), "HF_HOME": str(folder / "hub")}
+    return Reader(photos, folder, {**caches, "HF_HUB_OFFLINE": "1"})
 
 
 @pytest.mark.parametrize("page", [page for page in MIGRATING if blocks(page)], ids=lambda page: page.stem)
