@@ -17,6 +17,7 @@ from PIL import Image
 from run_page import run_page
 from servers import S3Server
 
+import streamloader
 from streamloader import errors
 from streamloader.demo.run import write_photographs
 from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
@@ -178,6 +179,11 @@ def test_pages_share_no_dataset_but_those_that_they_only_read():
     pages = [path.read_text() for path in LINKING if path.parent.name == "docs"]
     named = Counter(name for page in pages for name in {*re.findall(r"s3://my-bucket/([\w.-]+)", page)})
     assert {name for name, count in named.items() if count > 1} == {"photos", "era5.zarr"}
+
+
+def test_pages_name_only_what_the_package_has():
+    named = {(page.name, name) for page in PAGES for name in re.findall(r"\bsl\.(\w+)", page.read_text())}
+    assert {(page, name) for page, name in named if not hasattr(streamloader, name)} == set()
 
 
 def test_messages_and_pages_advise_packages_by_names_that_an_index_has():

@@ -9,7 +9,10 @@ import sys
 sys.modules.pop("datasets", None)
 sys.path.remove(%r)
 """
-PRELUDES = {"huggingface": WITHOUT_TESTS % str(ROOT / "tests"), "mosaic": "import torchvision_of_any_build  # for its import"}
+PRELUDES = {
+    "huggingface": WITHOUT_TESTS % str(ROOT / "tests"),
+    "mosaic": "import torchvision_of_any_build  # for its import",
+}
 
 
 @pytest.fixture(scope="module")
