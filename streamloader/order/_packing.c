@@ -4,7 +4,6 @@
    `packing.py` states the rules; `_pack`, `_find`, `_locate` and `_place` there are the same functions in Python. */
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -599,7 +598,12 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* calls share nothing but what their caller gives them */
+#endif
+    {0, NULL},
+};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_packing", NULL, 0, methods, slots, NULL, NULL, NULL};
 

@@ -104,7 +104,10 @@ class ObstoreClient:
             raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
         if process.forked_after_obstore():
             raise UnsupportedError("forked after obstore was used; use forkserver or spawn")
-        import obstore
+        try:
+            import obstore
+        except ModuleNotFoundError as error:
+            raise UnsupportedError("obstore is not installed: fsspec reads ranges, more slowly") from error
 
         target = target_of(location)
         self.root = target.prefix

@@ -25,7 +25,7 @@ from streamloader.conversion.sources.base import MAX_DECODED, RowSource
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
-from streamloader.errors import FieldError, FormatError, SourceError
+from streamloader.errors import FieldError, FormatError, SourceError, UsageError
 from streamloader.format.codecs import with_checksum
 from streamloader.format.deleted import Remaining, read_remaining
 from streamloader.format.manifest import FORMAT, Field, Manifest
@@ -33,6 +33,7 @@ from streamloader.format.metadata import group_document, plain_document
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
 from streamloader.storage.objects import ObjectInfo, join_path
+from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 from streamloader.zarr.cf import Unpacking, unpacking_of
@@ -85,8 +86,7 @@ class NumpyArray(ZarrArray):
 
     @cached_property
     def _type(self) -> Any:
-        from zarr.dtype import parse_dtype
-
+        parse_dtype = need("zarr.dtype").parse_dtype
         if self.version == 2:
             return parse_dtype({"name": self.document["dtype"], "object_codec_id": None}, zarr_format=2)
         return parse_dtype(self.document["data_type"], zarr_format=3)
@@ -112,6 +112,8 @@ def _any_values(array: ZarrArray) -> ZarrArray:
     found = NumpyArray(array.path, array.document, array.dims)
     try:
         return array if found.values.dtype.hasobject else found
+    except UsageError:
+        raise
     except Exception:  # noqa: BLE001 - zarr-python raises several kinds
         return array
 
