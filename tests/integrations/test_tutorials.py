@@ -92,11 +92,12 @@ def test_the_code_of_a_page_is_that_of_its_script(script):
     shown = [block.code for block in blocks(page_of(script)) if block.language == "python"]
     assert shown
     for code in shown:
-        if "\n" + code in text:  # whole functions, wherever the page explains them
-            continue
-        starts = (text.find("\n" + indent(code, " " * spaces), end) for spaces in (4, 8, 12))
-        end = max(starts) + 1  # other lines are in the order of the script
-        assert end, f"the script has no such lines after those of the block before:\n{code}"
+        # functions and classes are where the page explains them, and other lines in the order of the script
+        anywhere = "\n" + code in text or code.startswith(("def ", "class ", "@"))
+        begin = 0 if anywhere else end
+        found = max(text.find("\n" + indent(code, " " * spaces), begin) for spaces in (0, 4, 8, 12))
+        assert found >= 0, f"the script has no such lines after those of the block before:\n{code}"
+        end = end if anywhere else found + 1
 
 
 @each_script
