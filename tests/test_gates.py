@@ -43,21 +43,23 @@ ALLOWED = {
     "options": {"errors"},
     "stats": {"errors", "options"},
     "storage": BASE,
-    "format": BASE | {"storage"},
+    "show": BASE,
+    "format": BASE | {"storage", "show"},
     "order": BASE,
     "images": BASE | {"format"},
     "zarr": BASE | {"storage", "format", "order"},
     "engine": BASE | {"storage", "format", "order", "zarr", "images"},
-    "loader": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
+    "loader": BASE | {"storage", "format", "order", "zarr", "images", "engine", "show"},
     "pytorch": BASE | {"storage", "order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
     "maintenance": BASE | {"storage", "format", "zarr", "conversion", "images"},
     "metrics": {"errors", "options", "stats", "storage"},
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
-    "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure"},
+    "view": BASE | {"storage", "format", "zarr", "maintenance", "loader", "measure", "metrics", "show"},
+    "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure", "view"},
     "demo": BASE,
     "testing": BASE | {"storage"},  # no module imports it
-    "__init__": BASE | {"format", "conversion", "maintenance", "loader", "metrics", "pytorch"},
+    "__init__": BASE | {"show", "format", "conversion", "maintenance", "loader", "metrics", "pytorch"},
 }
 
 # third-party packages that only some stages may import; `import streamloader` is a user's import
@@ -75,6 +77,8 @@ ONLY_IN = {
     "av": {"format"},
     "jax tensorflow": {"loader"},
     "prometheus_client opentelemetry": {"metrics"},
+    "jinja2": {"show"},
+    "aiohttp": {"storage", "view"},
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 

@@ -21,6 +21,7 @@ from streamloader.format.reader import FieldReader
 from streamloader.format.tables import ADD_LENGTHS
 from streamloader.format.values import from_bytes
 from streamloader.options import Cache
+from streamloader.show.render import show_table
 from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
@@ -77,6 +78,11 @@ class Dataset:
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
         return f"Dataset({self.url!r}, {len(self)} samples, {fields})"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.url}: {len(self):,} samples"
+        rows = [(name, str(field), len(self.classes.get(name, ())) or "") for name, field in self.fields.items()]
+        return show_table(title, ("field", "type", "classes"), rows).html
 
     @property
     def url(self) -> str:

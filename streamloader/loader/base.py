@@ -32,12 +32,14 @@ from streamloader.loader import arguments
 from streamloader.loader.arguments import Arguments, Source
 from streamloader.loader.bad_samples import BadSamples
 from streamloader.loader.batches import BatchFormat, Columns, split_rows
+from streamloader.loader.describe import describe
 from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_of_node, ranks_on_this_machine, read_world
-from streamloader.options import Pack, is_whole, parse_size, whole
+from streamloader.options import Join, Pack, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import BatchPlan, EpochShare, World
 from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
+from streamloader.show.render import Shown
 from streamloader.stats import BatchReport, Counters, Stats, quotient
 from streamloader.storage.process import cpu_count, wait_for
 
@@ -779,19 +781,60 @@ class Loader:
         self._publish()
         return now
 
-    def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
+    def replay(self, epoch: int, steps: Iterable[int], *, rank: int | None = None) -> Iterator[dict[str, Any]]:
         """Deliver some steps of an epoch again, ascending and with the same crops; steps count as in `samples`.
 
-        Ends the current pass; the position of training does not change. Raises `UsageError` for an invalid step.
+        `rank`: the steps of another rank than this one. Ends the current pass; the position of training does not
+        change. Raises `UsageError` for an invalid step, and `WorldError` for an invalid rank.
         """
         epoch = whole("epoch", epoch, 0)
         self._end_pass()
-        world = self._rank
+        world = self._rank if rank is None else replace(self._rank, rank=whole("rank", rank, 0))
         start = self._start_of(epoch)
         share = self._share(start, world)
         start = replace(start, position=share.first_start(start.position), extra=0, workers=1, ranks=0, batch=0)
         chosen = arguments.read_steps("steps", {epoch: steps})[epoch]
         return Pass(self, Cursor(start, share=arguments.skip_all_but(chosen, start.position, share)), advances=False)
+
+    def show(
+        self,
+        batch: Mapping[str, Any] | None = None,
+        *,
+        step: int = 0,
+        epoch: int = 0,
+        rank: int | None = None,
+        samples: int = 16,
+    ) -> Shown:
+        """Return a batch as HTML that notebooks display: images, plots, texts and heat maps.
+
+        Without `batch`, it is the one of a step of an epoch, as trained, with the same crops; `rank` as in `replay`. At
+        most so many `samples` are shown. The current pass goes on. Raises what `replay` raises.
+        """
+        from streamloader.loader.showing import show_batch, show_step
+
+        return show_step(self, (epoch, step, rank), samples) if batch is None else show_batch(self, batch, samples)
+
+    def _repr_html_(self) -> str:
+        from streamloader.loader.showing import fields_table
+
+        return fields_table(self).html
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments that decide which samples each step has, and their versions, as JSON values.
+
+        With them, `streamloader view --run` opens steps of this run as they were trained. Storage options and secrets
+        are not among them. Functions and arrays of more than 100,000 numbers are left out: "left_out" names them.
+        """
+        sources = [
+            replace(source, version=None if source.used or isinstance(source.url, Join) else data.manifest.generation)
+            for source, data in zip(self._sources, self._datasets, strict=True)
+        ]
+        given = replace(self._options, skip_steps=self._skips or None, fields=self._fields)
+        return {**describe(sources, given, **self._mixed()), "world_size": self._rank.size}
+
+    def _mixed(self) -> dict[str, Any]:
+        """Return the arguments that only a mixture has."""
+        return {}
 
     def batch_rng(self) -> np.random.Generator:
         """Return the random generator of the batch that was returned last, at its beginning, for example for MixUp.
@@ -808,15 +851,29 @@ class Loader:
         `StateError` if no batch was returned, or if DataLoader workers read, since this process does not know their
         positions.
         """
+        last = self._last("batch_rng()")
+        key = np.array([last.start.seed, last.start.epoch], np.uint64)
+        counter = np.array([0, last.share.world.rank, 2, last.position], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+    def last_step(self) -> dict[str, int]:
+        """Return "epoch", "step" and "rank" of the batch that was returned last, as `replay` and `samples` take them.
+
+        Raises `StateError` as `batch_rng` does.
+        """
+        last = self._last("last_step()")
+        step = last.share.steps_between(last.share.first_start(last.position), last.position)
+        return {"epoch": last.start.epoch, "step": step, "rank": last.share.world.rank}
+
+    def _last(self, call: str) -> Cursor:
+        """Return where the batch that was returned last begins. Raises `StateError` if this process does not know."""
         if self._read_by_workers():
             problem = "DataLoader workers read this dataset, and this process does not know which batch is the last"
             raise StateError(problem, "give num_workers= to the dataset, not to DataLoader")
         if not self._delivered:
-            raise StateError("batch_rng() before the first batch", "call it after a batch was returned")
+            raise StateError(f"{call} before the first batch", "call it after a batch was returned")
         (last,) = self._delivered
-        key = np.array([last.start.seed, last.start.epoch], np.uint64)
-        counter = np.array([0, last.share.world.rank, 2, last.position], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+        return last
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck. Any thread may call it."""

@@ -343,6 +343,10 @@ class NumpyMixture(Loader):
         counts = ((step, map(Fraction.__truediv__, each, means)) for step, each in shares)
         return tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
 
+    def _mixed(self) -> dict[str, Any]:
+        options = {name: getattr(self._first, name) for name in ("stop", "batches", "unit")}
+        return {"shares": self._shares, "schedule_by": self._schedule_by, **options}
+
     def set_weights(self, weights: Weights, *, at: int | None = None) -> int:
         """Give the sources other weights from `at` on, which counts what `schedule_by` names. Return `at`.
 

@@ -1,0 +1,1 @@
+"""Values of samples as HTML, for notebooks and `streamloader view`."""

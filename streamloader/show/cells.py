@@ -1,0 +1,252 @@
+"""What is shown of each value of a sample, by its type: a cell.
+
+A cell says which macro of `templates/cells.html` renders it, and what that needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.show import media
+from streamloader.show.media import Media
+
+TEXT_SHOWN = 2000  # characters of a text
+BYTES_SHOWN = 64
+NUMBERS_SHOWN = 16  # elements of an array that are written out
+TOKENS_SHOWN = 768
+FRAMES_SHOWN = 12  # of a video, of windows, or of other arrays of three or more dimensions
+BOXES_SHOWN = 200
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_COLUMN_OFFSETS = "_offsets"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a sample as it is shown.
+
+    `kind`: the macro that renders it. `text`: the value, or its type and range. `media`: images, a sound or a video.
+    `points`: of a plot. `pieces`: the texts of tokens, by document. `size`: the (width, height) in which `boxes` are
+    given, each of which is (x, y, width, height, label).
+    """
+
+    kind: str
+    text: str
+    media: tuple[Media, ...] = ()
+    points: str = ""
+    pieces: tuple[tuple[str, ...], ...] = ()
+    size: tuple[int, int] = (0, 0)
+    boxes: tuple[tuple[float, float, float, float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How columns are shown.
+
+    `classes`: class names by column. `images`: the columns of decoded images, each with the (mean, std) that they were
+    normalised by, or None. `boxes`: the column of boxes, and whether they are corners, by the column of their image.
+    `tokens`: returns the texts of token numbers, by a tokenizer.
+    """
+
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    images: Mapping[str, Any] = field(default_factory=dict)
+    boxes: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    tokens: Callable[[Sequence[int]], Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample of a batch: its cells by column, and the row's own marks, such as "padding" or "error"."""
+
+    number: int
+    cells: Mapping[str, Cell]
+    marks: tuple[str, ...] = ()
+    index: Mapping[str, int] = field(default_factory=dict)
+
+
+MARKS = {"valid": (False, "padding"), "error": (True, "error"), "replaced": (True, "replaced")}
+
+
+def rows_of(batch: Mapping[str, Any], looks: Looks, most: int | None = None) -> list[Row]:
+    """Return the samples of a batch, or the first `most`: a dict of arrays, tensors and lists, as loaders yield.
+
+    Values that cannot be shown are shown as texts.
+    """
+    columns = {name: _column(batch, name) for name in batch if name.removesuffix(_COLUMN_OFFSETS) not in batch}
+    columns |= {name: _column(batch, name) for name in batch if not name.endswith(_COLUMN_OFFSETS)}
+    lengths = [len(column) for column in columns.values()]
+    count = max(set(lengths), key=lengths.count, default=0)
+    columns = {name: column for name, column in columns.items() if len(column) == count}
+    shown = range(count if most is None else min(most, count))
+    return [_row(number, {name: column[number] for name, column in columns.items()}, looks) for number in shown]
+
+
+def _column(batch: Mapping[str, Any], name: str) -> Sequence[Any] | NDArray[Any]:
+    values, offsets = to_numpy(batch[name]), batch.get(name + _COLUMN_OFFSETS)
+    if offsets is None:
+        return values if isinstance(values, list | tuple) or np.ndim(values) else [values]
+    edges = to_numpy(offsets).tolist()
+    return [values[begin:end] for begin, end in pairwise(edges)]
+
+
+def to_numpy(value: Any) -> Any:
+    """Return a tensor of any framework as a numpy array on the host; other values unchanged."""
+    if isinstance(value, np.ndarray | np.generic | list | tuple | bytes | str) or value is None:
+        return value
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+    return np.asarray(value) if hasattr(value, "__array__") else value
+
+
+def _row(number: int, values: dict[str, Any], looks: Looks) -> Row:
+    index = {
+        name: int(values.pop(name))
+        for name in list(values)
+        if name in ("index", "source") or (name.startswith("index_") and np.ndim(values[name]) == 0)
+    }
+    marks = tuple(text for name, (sign, text) in MARKS.items() if name in values and bool(values[name]) is sign)
+    values = {name: value for name, value in values.items() if name not in MARKS or np.ndim(value)}
+    cells = {name: cell(name, value, looks, values) for name, value in values.items()}
+    cells = dict(sorted(cells.items(), key=lambda pair: not pair[1].media))  # images and sounds first
+    return Row(number, cells, marks, index)
+
+
+def cell(name: str, value: Any, looks: Looks, others: Mapping[str, Any] | None = None) -> Cell:
+    """Return what is shown of a value of the column `name`; `others` has the other values of its sample."""
+    value = to_numpy(value)
+    if isinstance(value, str):
+        return Cell("text", _cut(value))
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _of_bytes(name, bytes(value), looks, others or {})
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return _of_array(name, np.asarray(value), looks, others or {})
+    return Cell("text", _cut(str(value)))
+
+
+def _cut(text: str) -> str:
+    shown = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text[:TEXT_SHOWN])
+    return shown if len(text) <= TEXT_SHOWN else f"{shown}... ({len(text):,} characters)"
+
+
+def _of_bytes(name: str, data: bytes, looks: Looks, others: Mapping[str, Any]) -> Cell:
+    if (of := media.image_size(data)) is not None:
+        text = f"{of.format} {of.width} x {of.height}, {len(data):,} bytes"
+        shown = Cell("image", text, (media.encoded_image(data, of),), size=(of.width, of.height))
+        return _with_boxes(name, shown, looks, others)
+    if kind := media.media_type(data):
+        macro = kind.partition("/")[0]
+        return Cell(macro, f"{kind}, {len(data):,} bytes", (Media(kind, lambda: data),))
+    head = data[:BYTES_SHOWN]
+    text = f"{head.hex(' ')}{' ...' if len(data) > len(head) else ''}"
+    return Cell("bytes", f"{text} ({len(data):,} bytes)")
+
+
+def _of_array(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
+    if values.dtype.kind == "c":
+        values = np.abs(values)
+    if not values.ndim:
+        return _of_number(name, values, looks)
+    if name in looks.images or (values.dtype == np.uint8 and values.ndim >= 3 and _channels_last(values)):
+        return _with_boxes(name, _of_pixels(values, looks.images.get(name)), looks, others)
+    if values.ndim == 1:
+        return _of_vector(name, values, looks, others)
+    if values.size <= NUMBERS_SHOWN:
+        return Cell("number", f"{describe(values)} {np.array2string(values, precision=6, separator=', ')}")
+    if not values.size:
+        return Cell("number", describe(values))
+    planes = values.reshape(-1, *values.shape[-2:])
+    limits = media.value_range(planes[:FRAMES_SHOWN])
+    frames = tuple(media.heat_map(plane, limits) for plane in planes[:FRAMES_SHOWN])
+    more = f", {len(planes)} planes, the first {FRAMES_SHOWN} shown" if len(planes) > FRAMES_SHOWN else ""
+    return Cell("frames" if len(planes) > 1 else "heat", describe(values) + more, frames)
+
+
+def _channels_last(values: NDArray[Any]) -> bool:
+    return values.shape[-1] in (1, 3, 4) and min(values.shape[-3:-1], default=0) > 4
+
+
+def _of_number(name: str, values: NDArray[Any], looks: Looks) -> Cell:
+    value = values.item()
+    classes = looks.classes.get(name, ())
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(classes):
+        return Cell("class", f"{_cut(str(classes[value]))} ({value})")
+    return Cell("number", str(value))
+
+
+def _of_pixels(values: NDArray[Any], normalization: Any = None) -> Cell:
+    """Return images of (..., height, width, channels), (..., channels, height, width), or (height, width)."""
+    text = describe(values)
+    if values.ndim >= 3 and not _channels_last(values) and values.shape[-3] in (1, 3, 4):
+        values = np.moveaxis(values, -3, -1)
+    if values.ndim >= 3 and values.shape[-1] not in (1, 3, 4):
+        values = values[..., None]
+    if values.dtype.kind == "f" and normalization is not None:
+        mean, std = (np.asarray(each, np.float32) for each in normalization)
+        values = ((values * std + mean) * 255 + 0.5).clip(0, 255).astype(np.uint8)
+    images = values[None] if values.ndim <= 3 else values.reshape(-1, *values.shape[-3:])
+    height, width = images.shape[1:3]
+    shown = tuple(media.pixels(image) for image in images[:FRAMES_SHOWN])
+    more = f", {len(images)} frames, the first {FRAMES_SHOWN} shown" if len(images) > FRAMES_SHOWN else ""
+    return Cell("frames" if len(images) > 1 else "image", text + more, shown, size=(width, height))
+
+
+def _of_vector(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
+    named = looks.tokens is not None and ("token" in name or "input_ids" in name)
+    if values.dtype.kind in "iu" and (named or len(values) > NUMBERS_SHOWN):
+        return _of_tokens(name, values, looks, others)
+    if len(values) <= NUMBERS_SHOWN:
+        return Cell("number", f"{describe(values)} {np.array2string(values, precision=6, separator=', ')}")
+    if values.dtype.kind == "b":
+        return Cell("heat", f"{describe(values)}, {int(values.sum()):,} true", (media.heat_map(values[None]),))
+    return Cell("plot", describe(values), points=media.polyline(values))
+
+
+def _of_tokens(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
+    """Return tokens as texts, or as their numbers; those of packed rows by document."""
+    shown = values[:TOKENS_SHOWN]
+    documents = to_numpy(others.get(f"{name}_documents"))
+    edges = [0, len(shown)]
+    if isinstance(documents, np.ndarray) and documents.shape == values.shape:
+        edges = [0, *(np.flatnonzero(np.diff(documents[:TOKENS_SHOWN])) + 1).tolist(), len(shown)]
+    texts = list(map(str, shown.tolist()))
+    if looks.tokens is not None:
+        texts = [_cut(text) for text in looks.tokens(shown.tolist())]
+    pieces = tuple(tuple(texts[begin:end]) for begin, end in pairwise(edges))
+    more = f", the first {TOKENS_SHOWN} shown" if len(values) > TOKENS_SHOWN else ""
+    return Cell("tokens", f"{describe(values)}{more}", pieces=pieces)
+
+
+def describe(values: NDArray[Any]) -> str:
+    """Return the dtype and shape of an array, and the range of its values."""
+    shape = " x ".join(map(str, values.shape))
+    if not values.size or values.dtype.kind == "b":
+        return f"{values.dtype} {shape}"
+    low, high = media.value_range(values)
+    return f"{values.dtype} {shape}, {low:.6g} to {high:.6g}"
+
+
+def _with_boxes(name: str, shown: Cell, looks: Looks, others: Mapping[str, Any]) -> Cell:
+    """Return the cell of an image with the boxes of its sample, and their labels."""
+    column, corners = looks.boxes.get(name, ("", False))
+    boxes = to_numpy(others.get(column))
+    if not isinstance(boxes, np.ndarray) or boxes.ndim != 2 or boxes.shape[-1] != 4 or shown.kind != "image":
+        return shown
+    names = [
+        each
+        for each, value in others.items()
+        if each != column and np.ndim(to_numpy(value)) == 1 and len(value) == len(boxes) and each in looks.classes
+    ]
+    drawn = []
+    for number, box in enumerate(boxes[:BOXES_SHOWN].astype(np.float64).tolist()):
+        x, y, width, height = [*box[:2], box[2] - box[0], box[3] - box[1]] if corners else box
+        label = _of_number(names[0], np.asarray(others[names[0]][number]), looks).text if names else ""
+        if np.isfinite(box).all() and width > 0 and height > 0:
+            drawn.append((x, y, width, height, label))
+    return replace(shown, boxes=tuple(drawn), text=f"{shown.text}, {len(boxes)} boxes")

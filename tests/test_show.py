@@ -1,0 +1,198 @@
+"""What notebooks and the viewer show of values: any value is shown, escaped, and says what it is."""
+
+import io
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from datasets import encoded, picture
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+from viewing import FIELDS, HOSTILE, sound, value
+
+import streamloader as sl
+from streamloader.show import media
+from streamloader.show.cells import Looks, cell, rows_of
+from streamloader.show.render import show_batch
+
+VALUES = st.one_of(
+    st.text(max_size=50),
+    st.binary(max_size=50),
+    st.integers(),
+    st.floats(),
+    st.none(),
+    arrays.arrays(
+        st.one_of(arrays.integer_dtypes(), arrays.unsigned_integer_dtypes(), arrays.floating_dtypes(), st.just("bool")),
+        arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=8),
+    ),
+)
+TEXT = Looks(classes={"label": ["ant", HOSTILE]})
+
+
+class Tags(HTMLParser):
+    """Collects the tags and attributes of HTML."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=12), VALUES, max_size=4), st.integers(1, 3))
+def test_any_value_is_shown_and_nothing_of_it_is_a_tag(sample, rows):
+    batch = {name: [each] * rows for name, each in sample.items()}
+    html = show_batch(batch, TEXT).html
+    known = {"style", "div", "p", "span", "b", "img", "svg", "rect", "title", "text", "polyline", "audio", "video"}
+    for tag, attributes in Tags(html).tags:
+        assert tag in known
+        assert not any(name.startswith("on") for name in attributes)
+        assert (attributes.get("src") or "data:").startswith("data:")
+
+
+@given(st.text())
+def test_a_text_is_shown_as_it_is_but_its_control_characters(text):
+    shown = cell("caption", text, TEXT).text
+    assert len(shown) >= min(len(text), 2000)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    assert [a for a, b in zip(text, shown, strict=False) if a != b and a.isprintable()] == []
+
+
+def test_hostile_texts_and_class_names_are_escaped():
+    batch = {"caption": [HOSTILE], "label": np.array([1]), HOSTILE: np.array([3])}
+    html = show_batch(batch, TEXT, title=HOSTILE).html
+    assert "<script>" not in html
+    assert "<img src=x" not in html
+    assert html.count("&lt;script&gt;") >= 4
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_an_encoded_image_is_shown_as_it_is(kind):
+    data = encoded(picture(3), kind)
+    shown = cell("image", data, TEXT)
+    assert shown.kind == "image"
+    assert shown.size == (32, 24)
+    assert shown.media[0].type == f"image/{kind}"
+    assert shown.media[0].read() == data
+
+
+def test_a_large_image_is_sent_smaller_and_one_that_browsers_lack_as_png():
+    noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), np.uint8)
+    for data in (encoded(noise, "jpeg"), _tiff(noise[:90, :120])):
+        shown = cell("image", data, TEXT)
+        with Image.open(io.BytesIO(shown.media[0].read())) as image:
+            assert image.format == "PNG"
+            assert max(image.size) <= media.THUMBNAIL
+        assert len(shown.media[0].read()) < len(data) * 4
+
+
+def _tiff(pixels: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "TIFF")
+    return out.getvalue()
+
+
+def test_an_image_that_says_it_is_enormous_is_shown_as_bytes():
+    header = encoded(picture(0), "png")
+    huge = header[:16] + (100_000).to_bytes(4, "big") * 2 + header[24:]
+    assert cell("image", huge, TEXT).kind == "bytes"
+
+
+@given(st.integers(0, 1143), st.integers(0, 255))
+def test_a_damaged_image_is_shown_or_grey_and_never_an_error(place, byte):
+    data = bytearray(encoded(picture(1, 90, 120), "jpeg") + bytes(media.MOST_BYTES))  # large: decoded here
+    data[place % 1000] = byte
+    shown = cell("image", bytes(data), TEXT)
+    assert all(each.read() for each in shown.media)
+
+
+def test_sounds_and_videos_are_told_by_their_first_bytes():
+    assert cell("clip", sound(440), TEXT).kind == "audio"
+    assert media.media_type(b"fLaC\0\0") == "audio/flac"
+    assert media.media_type(b"\0\0\0\x20ftypisom") == "video/mp4"
+    assert media.media_type(b"RIFF....AVI LIST") == ""
+    assert media.media_type(b"<svg onload=alert(1)>") == ""
+
+
+@given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=2, max_side=40)))
+def test_a_heat_map_has_the_lowest_value_dark_and_what_is_not_finite_transparent(values):
+    with Image.open(io.BytesIO(media.heat_map(values).read())) as image:
+        shown = np.asarray(image)
+    factor = shown.shape[0] // values.shape[0]
+    assert shown.shape == (values.shape[0] * factor, values.shape[1] * factor, 4)
+    assert ((shown[::factor, ::factor, 3] == 255) == np.isfinite(values)).all()
+
+
+def test_an_image_that_was_normalised_is_shown_in_its_own_colours():
+    pixels = picture(5, 40, 50)
+    mean, std = (np.array(each, np.float32) for each in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    normalised = ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
+    shown = cell("image", normalised, Looks(images={"image": (mean, std)}))
+    with Image.open(io.BytesIO(shown.media[0].read())) as image:
+        np.testing.assert_allclose(np.asarray(image).astype(int), pixels, atol=1)
+
+
+def test_a_batch_of_tensors_is_shown_as_one_of_arrays():
+    arrays_of = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "label": np.array([0, 1]), "name": ["a", "b"]}
+    tensors = {**arrays_of, "x": torch.from_numpy(arrays_of["x"]), "label": torch.tensor([0, 1])}
+    assert show_batch(tensors, TEXT).html == show_batch(arrays_of, TEXT).html
+    assert cell("x", torch.ones(3, dtype=torch.bfloat16, requires_grad=True), TEXT).text.startswith("float32 3")
+
+
+def test_rows_say_which_sample_they_are_and_what_is_wrong_with_them():
+    batch = {"x": np.arange(3), "index": np.array([7, 8, 9]), "valid": np.array([True, True, False])}
+    batch["error"] = np.array([False, True, False])
+    rows = rows_of(batch, TEXT)
+    assert [row.index["index"] for row in rows] == [7, 8, 9]
+    assert [row.marks for row in rows] == [(), ("error",), ("padding",)]
+    assert all(set(row.cells) == {"x"} for row in rows)
+
+
+@given(st.lists(st.integers(0, 20), max_size=6))
+def test_ragged_columns_are_cut_at_their_offsets(lengths):
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    batch = {"tokens": np.arange(sum(lengths)), "tokens_offsets": offsets, "label": np.zeros(len(lengths), np.int64)}
+    rows = rows_of(batch, Looks(tokens=lambda numbers: [f"<{n}>" for n in numbers]))
+    texts = [[token for piece in row.cells["tokens"].pieces for token in piece] for row in rows]
+    expected = [[f"<{n}>" for n in range(a, b)] for a, b in pairwise(offsets)]
+    assert texts == expected
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    url = tmp_path_factory.mktemp("shown") / "d"
+    with sl.Writer(url, FIELDS) as writer:
+        for i in range(40):
+            writer.write(value(i))
+    return str(url)
+
+
+def test_a_notebook_shows_a_step_as_it_is_trained_and_the_pass_goes_on(shown):
+    decode = sl.Decode(size=(32, 32), crop="random", normalize="imagenet")
+    ds = sl.StreamingDataset(shown, batch_size=4, fields=["image", "label"], decode=decode, seed=3, world=(1, 2))
+    batches = iter(ds)
+    next(batches)
+    ours, other = ds.show(step=2), ds.show(step=2, rank=0)
+    assert "epoch 0, step 2, rank 1 of 2" in ours.html
+    assert ours._repr_html_() == ours.html
+    assert other.html != ours.html
+    expected = list(ds.__iter__.__func__(ds))[2]  # of a new pass
+    assert (
+        ds.show(expected).html.partition('<div class="samples">')[2] == ours.html.partition('<div class="samples">')[2]
+    )
+    assert next(iter(ds.replay(0, [2], rank=0)))["label"].tolist() != expected["label"].tolist()
+
+
+def test_a_dataset_in_a_notebook_is_a_table_of_its_fields(shown):
+    html = sl.StreamingDataset(shown, batch_size=4)._repr_html_()
+    assert all(f"<td>{name}</td>" in html for name in FIELDS)
+    opened = sl.open(shown)._repr_html_()
+    assert "40 samples" in opened
+    assert all(f"<td>{name}</td>" in opened for name in FIELDS)
