@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from streamloader.maintenance.verify import verify as verify
     from streamloader.maintenance.versions import diff as diff
     from streamloader.maintenance.versions import log as log
+    from streamloader.metrics.losses import LossLog as LossLog
     from streamloader.options import Cache as Cache
     from streamloader.options import Channels as Channels
     from streamloader.options import Clips as Clips
@@ -66,6 +67,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "maintenance.versions": "diff log",
+    "metrics.losses": "LossLog",
     "options": "Cache Channels Clips Decode Join Layout Pack Pad Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
     "loader.dataset": "NumpyDataset",
@@ -76,6 +78,13 @@ _PUBLIC = {
     "stats": "Stats",
 }
 __all__ = ["__version__", "errors", *" ".join(_PUBLIC.values()).split()]  # noqa: PLE0604 - strings
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Let a notebook show batches, which are plain dicts, as HTML: `%load_ext streamloader`."""
+    from streamloader.show.render import batch_html
+
+    ipython.display_formatter.formatters["text/html"].for_type(dict, batch_html)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -16,6 +18,7 @@ import pytest
 from PIL import Image
 from run_page import run_page
 from servers import S3Server
+from viewing import Client
 
 import streamloader
 from streamloader import errors
@@ -89,21 +92,21 @@ class Reader:
     """Someone who reads pages and tries what they say, each page in a fresh folder with `photos/`."""
 
     def __init__(self, photos: Path, folder: Path, environment: Mapping[str, str]) -> None:
-        self._photos, self._folder, self._environment = photos, folder, environment
+        self._photos, self.folder, self.environment = photos, folder, environment
         self.printed: dict[Path, list[str]] = {}
 
     def run(self, page: Path, limit: float = 300, prelude: str = "") -> list[str]:
         """Run a page after a prelude, for as many seconds at most, and return what each of its blocks printed."""
-        work = self._folder / page.stem
+        work = self.folder / page.stem
         shutil.copytree(self._photos, work / "photos")
         (work / "examples").symlink_to(ROOT / "examples")
         parts = [
             ("python", 1, prelude),
             *((part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)),
         ]
-        out = self._folder / f"{page.stem}.json"
+        out = self.folder / f"{page.stem}.json"
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        arguments = (parts, out, work, {**self._environment, "PATH": path})
+        arguments = (parts, out, work, {**self.environment, "PATH": path})
         # forked, since torch is imported here already
         process = multiprocessing.get_context("fork").Process(target=run_page, args=arguments)
         process.start()
@@ -147,6 +150,28 @@ def check(page: Path, reader: Reader, limit: float = 300, prelude: str = "") -> 
         if part.output is not None:
             pattern = re.escape(part.output.strip()).replace(r"\.\.\.", ".*")
             assert re.fullmatch(pattern, printed.strip(), re.DOTALL), f"{page.name}:{part.line} printed\n{printed}"
+
+
+VIEWS = re.findall(r"^\$ (streamloader view .*)$", (ROOT / "docs/view.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.long
+def test_every_command_of_the_viewers_page_opens(reader):
+    check(ROOT / "docs/view.md", reader)
+    assert len(VIEWS) >= 5
+    for command in VIEWS:
+        with subprocess.Popen(
+            [sys.executable, "-m", "streamloader.cli.main", *shlex.split(command)[1:], "--no-browser", "--json"],
+            cwd=reader.folder / "view",
+            env={**os.environ, **reader.environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                client = Client(json.loads(process.stdout.readline())["link"])
+                assert "/sample?number=" in client.get(client.first).text, command
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))

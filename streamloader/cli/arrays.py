@@ -47,8 +47,9 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-# the options that declare the samples of arrays
-sampling_options = several(
+_STEP = "From one element of a window to the next; default: 1."
+# the options that declare the samples of arrays, but --step
+_sampling_options = several(
     option(
         "--sample-axis",
         parse=parse_extent,
@@ -56,7 +57,6 @@ sampling_options = several(
     ),
     option("--length", parse=parse_extent, help="Elements of a window, or a duration such as 24h."),
     option("--stride", parse=parse_extent, help="From one window to the next; default: 1 element."),
-    option("--step", parse=parse_extent, help="From one element of a window to the next; default: 1."),
     option("--history", parse=parse_extent, help="Elements of the inputs of a forecast, with --lead."),
     option("--lead", parse=parse_lead, help="Elements of its targets, or offsets: 6h,24h."),
     option("--group", help="Windows have elements of one group: the array with its number."),
@@ -65,6 +65,9 @@ sampling_options = several(
     option("--channels", parse=parse_names, help="Arrays to stack into one tensor: z@500,t2m."),
     option("--zarr-format", parse=int, help="The version of Zarr, 2 or 3; default: what is found."),
 )
+sampling_options = several(_sampling_options, option("--step", parse=parse_extent, help=_STEP))
+# of a command whose --step is a step of training
+window_step_options = several(_sampling_options, option("--window-step", parse=parse_extent, help=_STEP))
 
 
 def take_sampling(options: dict[str, Any]) -> Sampling:

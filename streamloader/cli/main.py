@@ -27,6 +27,7 @@ from streamloader.cli.options import json_option
 from streamloader.cli.show import INTERRUPTED, print_json
 from streamloader.cli.stores import cp, ls
 from streamloader.cli.terminal import echo, paint
+from streamloader.cli.view import view
 from streamloader.errors import StreamloaderError, UsageError
 
 BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
@@ -52,7 +53,7 @@ def cli() -> None:
 
 
 _DATASETS = convert, append, delete, lengths, log, diff, ls, inspect, verify, export, cp, rm_incomplete, cache
-for _command in (*_DATASETS, plan, bench, stats, demo, completion):
+for _command in (*_DATASETS, plan, bench, stats, view, demo, completion):
     cli.add_command(_command)
 
 

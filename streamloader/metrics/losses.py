@@ -1,0 +1,84 @@
+"""`LossLog`: the loss of each sample as JSON lines, which `streamloader view --losses` ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import UsageError
+from streamloader.storage.json_lines import JsonLines
+
+BATCHES = 100  # of an object, if the log is a folder or a URL
+
+
+class LossLog:
+    """Writes the loss of each sample of the batches that a dataset returns, one line of JSON for each batch.
+
+    `dataset`: a `StreamingDataset` or another loader, best with `with_index=True`, so that samples have their numbers.
+    `log`: a file, which all ranks may append to; or a URL, or a folder whose path ends with "/", where 100 batches of a
+    rank are an object. `storage_options`: of the log's store. Make it after a state was loaded: the first line of a
+    rank has what `describe()` and `state_dict()` of the dataset return.
+
+        log = sl.LossLog(dataset, "losses.jsonl")
+        for batch in dataset:
+            losses = cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+            log(batch, losses)
+
+    A failure to write is a warning.
+    """
+
+    def __init__(
+        self, dataset: Any, log: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._lines: list[dict[str, Any]] = [{"run": dataset.describe(), "state": dataset.state_dict()}]
+        self._log = JsonLines(os.fspath(log), storage_options, "losses are missing in LossLog")
+        self._at_once = 1 if self._log.is_file else BATCHES
+
+    def __call__(self, batch: Mapping[str, Any], losses: Any) -> None:
+        """Log the losses of the batch that the dataset returned last: a tensor or an array of shape (samples,).
+
+        Losses of padded rows, False in `valid`, are left out. Raises `UsageError` for another shape, and `StateError`
+        if the dataset has returned no batch, or DataLoader workers read it.
+        """
+        values = _to_array(losses)
+        rows = np.flatnonzero(_to_array(batch["valid"])) if "valid" in batch else np.arange(values.size)
+        if values.ndim != 1 or (rows.size and int(rows[-1]) >= values.size):
+            problem = f"losses of shape {values.shape} for a batch of {rows.size} samples"
+            raise UsageError(problem, "give one for each sample: reduction='none', then the mean over other axes")
+        line = self._dataset.last_step() | {"row": rows.tolist()}
+        line |= {name: _to_array(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
+        loss = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[rows].tolist()]
+        self._lines.append({**line, "loss": loss})
+        if len(self._lines) >= self._at_once:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            last = self._lines[-1]
+            name = f"{last.get('epoch', 0):06}-{last.get('step', 0):08}-{last.get('rank', 0):05}.jsonl"
+            self._log.write(name, self._lines)
+            self._lines = []
+
+    def close(self) -> None:
+        """Write what is left, and wait until it is written."""
+        self._flush()
+        self._log.close()
+
+    def __enter__(self) -> LossLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _to_array(values: Any) -> NDArray[Any]:
+    """Return a tensor of any framework and device as an array."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype.is_floating_point else values
+    return np.asarray(values)

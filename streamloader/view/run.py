@@ -1,0 +1,196 @@
+"""The run whose steps are shown: a loader with the arguments of training, and where its steps are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamloader.errors import StateError, UsageError
+from streamloader.loader.arguments import Source
+from streamloader.loader.base import Loader
+from streamloader.loader.dataset import NumpyDataset, NumpyMixture
+from streamloader.loader.describe import read_description
+from streamloader.options import Decode, Sampling
+from streamloader.storage import open_store
+from streamloader.storage.url import redact
+
+FROM_STATE = "split", "version", "seed", "shuffle", "remainder"  # of a state of one dataset, which fix its order
+_REMEDY = "give a file that json.dump(dataset.state_dict(), file) or json.dump(dataset.describe(), file) wrote"
+DEFAULT_BATCH = 32  # of a dataset that is opened without a run
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `streamloader view` is told about a run.
+
+    `url`: the dataset, None for those of the description. `description`: what `describe` of the run returned. `state`:
+    a saved state. `given`: arguments of the dataset that are known otherwise, which take the place of those of the
+    description. `world_size`: of the run. `transform`: of each sample, `module:function`.
+    """
+
+    url: str | None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] | None = None
+    state: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    transform: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+class Place(NamedTuple):
+    """A step of a rank: `step` counts from the beginning of its epoch, and `total` from that of epoch 0."""
+
+    epoch: int
+    step: int
+    rank: int
+    total: int
+
+
+def read_json(path: str, storage_options: Mapping[str, Any]) -> Any:
+    """Return the JSON object at a path or a URL. Raises `StateError` for another document, and `StorageError`."""
+    folder, _, name = path.rpartition("/")
+    store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
+    try:
+        value = json.loads(store.get(name))
+    except ValueError as error:
+        raise StateError(f"{redact(path)} is not JSON: {error}", _REMEDY) from error
+    if not isinstance(value, dict):
+        raise StateError(f"{redact(path)} has {str(value)!r:.60}", _REMEDY)
+    return value
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Return the function `module:function`, whose module may be in the current folder. Raises `UsageError`."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--transform {name}: {error}", "write it as module:function, of a module here") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise UsageError(f"--transform {name} is not a function", "write it as module:function")
+    return found  # type: ignore[no-any-return]
+
+
+def _with_crops(decode: Any) -> Any:
+    """Return `decode=` with a column that says how images were cropped, where it can have one."""
+    if isinstance(decode, Mapping):
+        return {name: _with_crops(each) for name, each in decode.items()}
+    cropped = isinstance(decode, Decode) and decode.crop is not None and decode.views is None
+    return replace(decode, with_crop=True, device=None) if cropped else decode
+
+
+class Run:
+    """A run over a dataset or a mixture, whose steps are read again. Thread-safe."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._lock = threading.Lock()
+        description = options.description or {}
+        self.size = options.world_size or int(description.get("world_size", 1))
+        self.left_out: Mapping[str, str] = description.get("left_out", {})
+        self.has_batch_size = bool(description) or "batch_size" in options.given
+        self.loader = self._open(options)
+        self._lengths: list[int] = []
+        if options.state is not None:
+            self.loader.load_state_dict(dict(options.state))
+        self.epoch = self.loader._start.epoch
+
+    def _open(self, options: RunOptions) -> Loader:
+        sources, arguments = self._arguments(options)
+        shares: Any = arguments.pop("shares", None)
+        if options.transform is None:  # which would get a column more
+            arguments["decode"] = _with_crops(arguments.get("decode"))
+        shared = {**arguments, "world": (0, self.size), "num_workers": 0, "with_index": True}
+        if options.transform is not None:
+            shared["transform"] = load_function(options.transform)
+            self.left_out = {name: text for name, text in self.left_out.items() if name != "transform"}
+        opened = [Source(**{**source, "storage_options": options.storage_options}) for source in sources]
+        if shares is None:
+            (source,) = opened
+            return NumpyDataset(**vars(source), **shared)
+        weights = {step: dict(zip(opened, each, strict=True)) for step, each in shares}
+        return NumpyMixture(weights.pop(0), schedule=weights or None, **shared)
+
+    def _arguments(self, options: RunOptions) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the arguments of each source and those of the loader: described, of the state, and given."""
+        state, given = options.state or {}, dict(options.given)
+        names = "split", "where", "version"
+        of_source = {name: given.pop(name) for name in names if given.get(name) is not None} | vars(options.sampling)
+        if options.description is not None:
+            sources, arguments = read_description(options.description)
+            if options.url is not None and len(sources) == 1:
+                sources[0]["url"] = options.url
+            changed = {name: value for name, value in of_source.items() if value != getattr(Sampling(), name, None)}
+            return [source | changed for source in sources], arguments | given
+        if "sources" in state:
+            problem = "the state is of a mixture, and does not name its datasets"
+            raise StateError(problem, "give --run with the file of its describe(), or of sl.LossLog")
+        of_state = {name: state[name] for name in FROM_STATE if state.get(name) is not None}
+        source = {"url": options.url} | {name: of_state.pop(name) for name in names if name in of_state} | of_source
+        return [source], {"batch_size": DEFAULT_BATCH, **of_state, **given}
+
+    def close(self) -> None:
+        """End the threads of the loader."""
+        self.loader.close()
+
+    @property
+    def described(self) -> str:
+        """What steps are of, as text."""
+        batch, shuffled = self.loader._options.batch_size, self.loader._options.shuffle is not False
+        order = f"shuffled with seed {self.loader._options.seed}" if shuffled else "in stored order"
+        return f"{self.size:,} rank{'s' if self.size > 1 else ''}, batches of {batch}, {order}"
+
+    @property
+    def _even(self) -> bool:
+        """Whether all epochs have as many steps: not those of a mixture, nor of `max_tokens=`."""
+        return not isinstance(self.loader, NumpyMixture) and self.loader._options.max_tokens is None
+
+    def steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch, from 0."""
+        share = self._share(epoch)
+        return int(share.global_steps(share.first_start(self.loader._start_of(epoch).position)))
+
+    def _share(self, epoch: int) -> Any:
+        return self.loader._share(self.loader._start_of(epoch), self.loader._rank)
+
+    def place(self, step: int, epoch: int | None, rank: int) -> Place:
+        """Return where a step is: of an epoch, or, without one, counted from the beginning of epoch 0.
+
+        Raises `UsageError` for one that the epoch does not have.
+        """
+        if epoch is None:
+            epoch = 0
+            while step >= (count := self.steps(epoch)):
+                if not count:
+                    raise UsageError(f"step {step}: the run has no steps", "give another run")
+                skipped = step // count if self._even else 1
+                epoch, step = epoch + skipped, step - skipped * count
+        count = self.steps(epoch)
+        if not 0 <= step < count:
+            raise UsageError(f"step {step} of epoch {epoch}, which has {count} steps", f"give 0 to {count - 1}")
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} of {self.size}", f"give 0 to {self.size - 1}, or --world-size")
+        before = epoch * self.steps(0) if self._even else sum(map(self.steps, range(epoch)))
+        return Place(epoch, step, rank, step + before)
+
+    def batch(self, place: Place) -> dict[str, Any]:
+        """Return the batch of a step as training got it."""
+        with self._lock:
+            return next(self.loader.replay(place.epoch, [place.step], rank=place.rank))
+
+    def blocks(self, epoch: int, steps: Sequence[int]) -> list[list[int]]:
+        """Return the block of each sample of some global steps, of all ranks."""
+        block = self.loader._start_of(epoch).sources[0].params.block
+        with self._lock:
+            return [(self.loader._step_numbers(epoch, step, None, 1) // block).tolist() for step in steps]

@@ -1,0 +1,260 @@
+"""What each page shows: pure values for its template, read when the page is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from streamloader.errors import FormatError, StreamloaderError, UsageError
+from streamloader.format.dataset import Dataset
+from streamloader.format.dataset import open as open_dataset
+from streamloader.loader.arguments import Source, leftmost
+from streamloader.loader.dataset import NumpyDataset
+from streamloader.loader.showing import looks_of
+from streamloader.measure.forecast import Forecast, ForecastOptions, forecast
+from streamloader.options import Join, Sampling, Shuffle
+from streamloader.show.cells import Looks, Row, rows_of
+from streamloader.storage.buffers import LRUCache
+from streamloader.storage.optional import need
+from streamloader.view import facts, overview
+from streamloader.view.losses import Losses, read_losses
+from streamloader.view.run import Place, Run, RunOptions
+
+PAGE = 60  # samples of a page
+OPENED = 4  # selections of which the loader is kept
+GET_PRICE = 0.0004 / 1000  # USD for a GET request of S3 in us-east-1, November 2026
+STEPS_DRAWN = 12  # global steps whose blocks are drawn
+VERSIONS = 100  # that are listed
+
+Tokens = Callable[[Sequence[int]], Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """What a viewer shows: a `run`, a log of `losses`, and the `live` statistics of a training, by path or URL.
+
+    `tokens`: returns the texts of token numbers.
+    """
+
+    run: RunOptions
+    losses: str | None = None
+    live: str | None = None
+    tokens: Tokens = None
+
+
+def load_tokenizer(name: str) -> Callable[[Sequence[int]], Sequence[str]]:
+    """Return what makes texts of token numbers, by a `tokenizer.json` or, for "bytes", as bytes of UTF-8.
+
+    Raises `UsageError` if the package tokenizers is missing, or cannot read the file.
+    """
+    if name == "bytes":
+        return lambda numbers: [bytes([n]).decode("latin-1") if n < 256 else f"<{n}>" for n in numbers]
+    tokenizers = need("tokenizers")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(name)
+    except Exception as error:  # the package raises no other class
+        raise UsageError(f"the tokenizer {name}: {error}", "give a tokenizer.json, or bytes") from error
+    return lambda numbers: [tokenizer.decode([n], skip_special_tokens=False) or f"<{n}>" for n in numbers]
+
+
+class Stored:
+    """The stored samples of a selection, in pages. Thread-safe."""
+
+    def __init__(self, source: Source, tokens: Tokens) -> None:
+        self._lock = threading.Lock()
+        shared: dict[str, Any] = {"shuffle": False, "num_workers": 0, "with_index": True, "remainder": "uneven"}
+        self.loader = NumpyDataset(**vars(source), batch_size=PAGE, world=(0, 1), **shared)
+        self.looks = looks_of(self.loader, tokens)
+
+    def __len__(self) -> int:
+        return self.loader.num_samples
+
+    def page(self, number: int) -> list[Row]:
+        """Return the samples of a page, from 0. Raises `UsageError` for one that there is not."""
+        with self._lock:
+            batch = next(self.loader.replay(0, [number]))
+        return rows_of(batch, self.looks)
+
+    def close(self) -> None:
+        """End the threads of the loader."""
+        self.loader.close()
+
+
+class Viewer:
+    """The pages of a dataset and a run. Thread-safe."""
+
+    def __init__(self, options: ViewOptions) -> None:
+        self._options, self._lock = options, threading.Lock()
+        run, losses = options.run, self._read_losses()
+        if losses is not None and run.description is None:
+            run = replace(run, description=losses.run, state=losses.state if run.state is None else run.state)
+        self.losses = losses
+        self.run = Run(run)
+        self.source = leftmost(self.run.loader._sources[0])
+        self.looks: Looks = looks_of(self.run.loader, options.tokens)
+        self._stored = LRUCache[str, Stored](OPENED)
+
+    def _read_losses(self) -> Losses | None:
+        options = self._options
+        return None if options.losses is None else read_losses(options.losses, options.run.storage_options)
+
+    @property
+    def url(self) -> str:
+        """The URL of the dataset, without secrets."""
+        return self.run.loader._datasets[0].store.url
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """The dataset for random access; None for arrays that are read in place."""
+        source = self.source
+        if source.used:
+            return None
+        options = {"split": source.split, "version": source.version, "storage_options": source.storage_options}
+        return open_dataset(source.url, **options)  # type: ignore[arg-type]
+
+    @cached_property
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits."""
+        return () if self.dataset is None else self.dataset.splits
+
+    def step(self, place: Place) -> dict[str, Any]:
+        """Return the batch of a step, as trained."""
+        batch = self.run.batch(place)
+        arrays = self.run.loader._datasets[0].arrays
+        return {
+            "rows": rows_of(batch, self.looks),
+            "steps": self.run.steps(place.epoch),
+            "overview": None if arrays is None else overview.draw(self.run.loader, batch),
+        }
+
+    def stored(self, split: str | None, where: str | None) -> Stored:
+        """Return the stored samples of a split that a condition selects. Raises `SelectionError` for another text."""
+        key = f"{split} {where}"
+        with self._lock:
+            found = self._stored.get(key)
+            if found is None:
+                chosen: Any = None if where is None else _parse_where(where)
+                source = replace(self.source, where=chosen, exclude=None, weights=None)
+                source = replace(source, split=split) if split is not None else source
+                found = self._stored.add(key, Stored(source, self._options.tokens), 1)
+        return found
+
+    def samples(self, numbers: Sequence[int]) -> dict[int, Row]:
+        """Return stored samples by their numbers, as far as they are in the dataset."""
+        if self.dataset is None:
+            return {}
+        chosen = np.array(sorted({n for n in numbers if 0 <= n < len(self.dataset)}), np.int64)
+        if not chosen.size:
+            return {}
+        stored = Stored(replace(self.source, where=chosen, exclude=None, weights=None), self._options.tokens)
+        try:
+            pages = [stored.page(number) for number in range(-(-len(stored) // PAGE))]
+        finally:
+            stored.close()
+        return dict(zip(chosen.tolist(), [row for page in pages for row in page], strict=True))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields, classes, splits and versions."""
+        from streamloader.maintenance.versions import log
+
+        dataset, loader = self.dataset, self.run.loader
+        if dataset is None:
+            columns = [{"name": name, "type": str(field)} for name, field in loader.fields.items()]
+            return {"columns": columns, "classes": loader.classes, "splits": (), "versions": [], "manifest": None}
+        versions: list[Any] = []
+        if dataset.manifest.generation <= VERSIONS:
+            options = {"split": self.source.split, "storage_options": self.source.storage_options}
+            with suppress(FormatError):
+                versions = log(self.source.url, **options)  # type: ignore[arg-type]
+        return {
+            "columns": facts.field_rows(dataset),
+            "classes": dataset.classes,
+            "splits": dataset.splits,
+            "versions": versions,
+            "manifest": dataset.manifest,
+        }
+
+    def statistics(self, name: str) -> facts.Histogram:
+        """Return the histogram of a field. Raises `UsageError` for an unknown one."""
+        if name not in self.run.loader.fields:
+            raise UsageError(f"field {name!r:.60}", f"choose one of {', '.join(self.run.loader.fields)}")
+        if self.dataset is not None and name in self.dataset.fields:
+            return facts.statistics(self.dataset, name)
+        stored = self.stored(None, None)
+        return facts.sampled_statistics(stored.loader, name)
+
+    def order(self, place: Place) -> dict[str, Any]:
+        """Return the blocks of the samples of the steps from one on, and what they are cut from."""
+        state = self.run.loader._start_of(place.epoch)
+        last = min(self.run.steps(place.epoch), place.step + STEPS_DRAWN)
+        steps = range(place.step, last)
+        params = state.sources[0].params
+        blocks = self.run.blocks(place.epoch, steps)
+        return {
+            "steps": dict(zip(steps, blocks, strict=True)),
+            "blocks": max(1, -(-state.sources[0].num_samples // params.block)),
+            "order": {"block": params.block, "lanes": params.lanes, "window": params.window},
+        }
+
+    def forecast_options(self) -> ForecastOptions:
+        """Return the run's own plan: what the sliders begin at. Raises `UsageError` for a mixture."""
+        loader, source = self.run.loader, self.source
+        given = loader._options
+        if len(loader._sources) > 1 or isinstance(loader._sources[0].url, Join):
+            raise UsageError("the plan of a mixture or a join", "run streamloader plan with its URLs and --weights")
+        chosen = {name: getattr(source, name) for name in ("split", "where", "exclude", "weights", "replacement")}
+        buckets = given.bucket_by if isinstance(given.bucket_by, str) else None
+        return ForecastOptions(
+            world_size=self.run.size,
+            batch_size=given.batch_size or 1,
+            fields=loader._fields,
+            shuffle=given.shuffle,
+            storage_options=source.storage_options or {},
+            sampling=Sampling(**{name: getattr(source, name) for name in vars(Sampling())}),
+            pack=given.pack,
+            clips=given.clips,
+            bucket_by=buckets,
+            bucket_steps=given.bucket_steps,
+            max_tokens=given.max_tokens if buckets else None,
+            **chosen,
+        )
+
+    def plan(self, changes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the forecast of an epoch with other lanes, window, ranks, memory or batch size, or why it cannot be.
+
+        `changes`: "lanes", "window", "block", "world_size", "batch_size", and "memory" in MiB.
+        """
+        options = self.forecast_options()
+        order = {name: changes[name] for name in ("lanes", "window", "block") if name in changes}
+        if "window" in order:  # a slider does not know that it is of whole blocks
+            block = order.get("block") or self.run.loader._start_of(0).sources[0].params.block
+            order["window"] = max(2, round(order["window"] / block)) * block
+        if order:
+            before = vars(options.shuffle) if isinstance(options.shuffle, Shuffle) else {}
+            options = replace(options, shuffle=Shuffle(**before | order))
+        sizes: dict[str, Any] = {name: changes[name] for name in ("world_size", "batch_size") if name in changes}
+        memory = changes["memory"] << 20 if "memory" in changes else None
+        url = str(self.source.url)
+        try:
+            planned: Forecast = forecast(url, replace(options, **sizes, memory=memory))
+        except StreamloaderError as error:
+            return {"problem": str(error), "planned": None}
+        return {"problem": "", "planned": planned, "price": planned.requests * GET_PRICE}
+
+    def close(self) -> None:
+        """End all threads."""
+        self.run.close()
+
+
+def _parse_where(text: str) -> Any:
+    """Return a condition as text, or `10:20` as a slice."""
+    first, colon, last = text.partition(":")
+    if colon and all(not part.strip() or part.strip().isdecimal() for part in (first, last)):
+        return slice(int(first) if first.strip() else None, int(last) if last.strip() else None)
+    return text

@@ -1,0 +1,425 @@
+"""`streamloader view`: its pages show what training got, escape everything, and answer only who has the link."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from commands import COMMAND, run
+from datasets import SMALL, encoded, picture
+from viewing import FIELDS, HOSTILE, Client, serving, value
+
+import streamloader as sl
+from streamloader.errors import StateError, UsageError
+from streamloader.view.run import RunOptions
+from streamloader.view.viewer import ViewOptions, load_tokenizer
+
+COUNT = 200
+STORED = re.compile(r'href="/sample\?number=(\d+)')
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The URL of a dataset with fields of every kind, and class names that a page must escape."""
+    path = tmp_path_factory.mktemp("viewed") / "d"
+    with sl.Writer(path, FIELDS, layout=SMALL, provenance={"classes": {"label": ["ant", "bee", HOSTILE]}}) as writer:
+        for i in range(COUNT):
+            writer.write(value(i))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    """A client of a viewer of it, whose run has two ranks."""
+    decode = {"image": sl.Decode(size=(32, 48), crop="random", normalize="imagenet", boxes="boxes")}
+    given = {"batch_size": 6, "seed": 3, "decode": decode}
+    options = ViewOptions(RunOptions(url, given=given, world_size=2), tokens=load_tokenizer("bytes"))
+    with serving(options) as client:
+        yield client
+
+
+def shown(page):
+    """The numbers of the samples that a page shows."""
+    assert page.status == 200, page.text
+    return [int(number) for number in STORED.findall(page.text)]
+
+
+PAGES = ["/step", "/samples", "/sample?number=7", "/fields", "/statistics", "/order", "/plan"]
+PAGES += [f"/statistics?field={name}" for name in FIELDS]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_is_html_that_loads_nothing_from_elsewhere_and_has_no_tag_of_the_data(page, client):
+    answer = client.get(page)
+    assert answer.status == 200, answer.text
+    assert answer.headers["Content-Type"].startswith("text/html")
+    assert all(address.startswith("/") and not address.startswith("//") for address in answer.addresses)
+    assert "<script>" not in answer.text
+    assert "<img src=x" not in answer.text
+    for address in {each for each in answer.addresses if not each.startswith("/media/")}:
+        assert client.get(address).status == 200, address
+    for address in answer.media[:12]:
+        kind = client.get(address).headers["Content-Type"]
+        assert kind in ("image/png", "image/jpeg", "audio/wav"), kind
+
+
+def test_a_step_shows_the_samples_and_the_crops_that_training_got(client, url):
+    decode = {"image": sl.Decode(size=(32, 48), crop="random", normalize="imagenet", boxes="boxes", with_crop=True)}
+    trained = sl.NumpyDataset(url, batch_size=6, seed=3, decode=decode, with_index=True, world=(1, 2), num_workers=0)
+    for epoch, step in [(0, 0), (0, 5), (2, 3)]:
+        page = client.get(f"/step?epoch={epoch}&step={step}&rank=1")
+        (batch,) = trained.replay(epoch, [step])
+        assert shown(page) == batch["index"].tolist() == trained.samples(epoch, step, rank=1).tolist()
+        crops = re.findall(r"number=\d+&amp;crop=([\d%C]+)", page.text)
+        assert [crop.split("%2C") for crop in crops] == batch["image_crop"][:, :4].astype(str).tolist()
+
+
+def test_a_step_without_its_epoch_counts_from_the_beginning_of_epoch_0(client):
+    steps = int(re.search(r"of (\d+)</label>", client.get("/step").text)[1])
+    assert steps == -(-COUNT // 12)
+    assert shown(client.get(f"/step?step={2 * steps + 3}&rank=1")) == shown(client.get("/step?epoch=2&step=3&rank=1"))
+
+
+@pytest.mark.parametrize(
+    ("page", "problem"),
+    [
+        ("/step?epoch=0&step=999", "step 999 of epoch 0, which has 17 steps"),
+        ("/step?rank=2", "rank 2 of 2"),
+        ("/step?step=-1", "give a whole number"),
+        ("/step?step=1e9", "give a whole number"),
+        ("/samples?page=99", "epoch 0, which has 4 steps"),
+        ("/samples?where=" + quote("lable == 1"), "label"),
+        ("/samples?where=" + quote("__import__('os')"), "SL106"),
+        ("/samples?split=train", "split"),
+        ("/sample?number=200", "sample 200 of 200"),
+        ("/statistics?field=nothing", "nothing"),
+        ("/losses", "--losses"),
+        ("/live", "--live"),
+    ],
+)
+def test_what_is_not_there_is_said(page, problem, client):
+    answer = client.get(page)
+    assert answer.status == 400, answer.text
+    assert problem in answer.text
+
+
+def test_samples_are_paged_in_stored_order_and_chosen_by_conditions(client):
+    assert shown(client.get("/samples")) == list(range(60))
+    assert shown(client.get("/samples?page=3")) == list(range(180, 200))
+    assert shown(client.get("/samples?where=" + quote("label == 1 and flag"))) == list(range(4, 200, 6))[:60]
+    assert shown(client.get("/samples?where=20:30")) == list(range(20, 30))
+    name = HOSTILE.replace('"', '\\"')
+    chosen = client.get("/samples?where=" + quote(f'label == "{name}"'))
+    assert shown(chosen) == list(range(2, 200, 3))[:60]
+    assert "<script>" not in chosen.text
+
+
+def test_a_sample_has_the_stored_bytes_and_its_crop(client):
+    page = client.get("/sample?number=7&crop=1,2,30,40")
+    assert value(7)["image"] in [client.get(each).body for each in page.media]
+    assert '<rect x="2.0" y="1.0" width="40.0" height="30.0">' in page.text
+    assert "&lt;script&gt;" in page.text
+
+
+def test_players_get_the_ranges_that_they_ask_for(client):
+    sound = next(
+        each for each in client.get("/samples").media if client.get(each).headers["Content-Type"] == "audio/wav"
+    )
+    whole = client.get(sound).body
+    part = client.get(sound, Range="bytes=10-19")
+    assert (part.status, part.body, part.headers["Content-Range"]) == (206, whole[10:20], f"bytes 10-19/{len(whole)}")
+    assert client.get(sound, Range="bytes=-5").body == whole[-5:]
+    assert client.get(sound, Range=f"bytes={len(whole)}-").status == 416
+    assert client.get(sound, Range="bytes=9-3").status == 416
+
+
+def test_statistics_are_those_of_all_values_or_say_that_they_are_sampled(client, url, monkeypatch):
+    text = client.get("/statistics?field=plane").text
+    values = np.stack([value(i)["plane"] for i in range(COUNT)])
+    assert f"all {values.size:,} values (exact)" in text
+    assert f"<dd>{values.mean():.6g}</dd>" in text
+    lengths = client.get("/statistics?field=tokens").text
+    assert "lengths in elements, of all 200 samples (exact)" in lengths
+    assert "<dt>max</dt><dd>89</dd>" in lengths
+    classes = client.get("/statistics?field=label").text
+    assert '<td>ant</td><td class="number">67</td>' in classes
+    monkeypatch.setattr("streamloader.view.facts.EXACT_BYTES", 0)
+    monkeypatch.setattr("streamloader.view.facts.EXACT_LENGTHS", 0)
+    assert "(sampled)" in client.get("/statistics?field=plane").text
+    assert "(sampled)" in client.get("/statistics?field=tokens").text
+
+
+def test_the_order_names_the_blocks_of_each_step(client, url):
+    loader = sl.NumpyDataset(url, batch_size=6, seed=3, world=(0, 2), num_workers=0)
+    block = loader._start.sources[0].params.block
+    text = client.get("/order?epoch=1&step=4").text
+    for step in range(4, 10):
+        blocks = sorted(set((loader.samples(1, step) // block).tolist()))
+        assert f"<td>{step}</td>" in text
+        assert ", ".join(map(str, blocks[:24])) in text
+
+
+def test_the_plan_follows_lanes_window_ranks_and_memory(client):
+    run_of = client.get("/plan").text
+    more = client.get("/plan?lanes=8&window=64&world_size=8").text
+    assert "by 8 ranks" in more
+    assert "8 lanes, window 64" in more
+    assert "USD" in run_of
+    assert "SL103" in client.get("/plan?memory=1&window=200&lanes=64&batch_size=64").text  # too little memory
+    assert "whole number" in client.get("/plan?memory=x").text
+
+
+def test_only_who_has_the_link_is_answered(client):
+    link = f"/step?token={client.cookie.partition('=')[2]}"
+    assert client.get("/step").status == 200
+    assert client.get("/step", Cookie="").status == 403
+    assert client.get("/step", Cookie=client.cookie[:-1] + "_").status == 403
+    assert client.get("/step?token=x", Cookie="").status == 403
+    assert client.get(link, Cookie="").headers["Location"] == "/step"
+    assert client.get("/media/abc", Cookie="").status == client.get("/static/page.js", Cookie="").status == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},  # a name that DNS was rebound to this machine
+        {"Host": "evil.example:80"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "image"},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "iframe"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "cors", "Sec_Fetch_Dest": "empty"},
+    ],
+    ids=str,
+)
+def test_requests_of_other_origins_are_refused(headers, client):
+    answer = client.get("/step", **headers)
+    assert answer.status == 403
+    assert "sample" not in answer.text
+
+
+def test_every_answer_forbids_frames_foreign_files_and_guesses_of_its_type(client):
+    for page in ("/step", "/nothing", "/static/style.css", client.get("/samples").media[0]):
+        headers = client.get(page).headers
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+        assert not {"Access-Control-Allow-Origin"} & set(headers)
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/static/x"]
+)
+def test_no_other_file_is_served(path, client):
+    assert client.get(path).status == 404
+
+
+def rows(page):
+    """(loss, epoch, step, rank, row) of each sample that a page of losses shows."""
+    found = re.findall(r"<h2>([\w. +-]+)</h2>\s*<p><a[^>]*>epoch (\d+), step (\d+), rank (\d+), row (\d+)<", page.text)
+    return [(loss, *map(int, place)) for loss, *place in found]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_log_of_losses_leads_from_a_spike_to_its_samples(folder, url, tmp_path):
+    where = f"{tmp_path}/losses/" if folder else str(tmp_path / "losses.jsonl")
+    given = {"batch_size": 6, "seed": 8, "with_index": True, "num_workers": 0, "shuffle": sl.Shuffle(lanes=2)}
+    loaders = [sl.NumpyDataset(url, world=(rank, 2), **given) for rank in (0, 1)]
+    spike = None
+    for rank, loader in enumerate(loaders):
+        with sl.LossLog(loader, where) as log:
+            for epoch in range(2):
+                for step, batch in enumerate(loader):
+                    losses = np.linspace(1, 2, 6) / (1 + epoch)
+                    if (epoch, step, rank) == (1, 4, 1):
+                        losses[2], losses[3], spike = 50, np.nan, batch["index"]
+                    log(batch, losses)
+    options = ViewOptions(RunOptions(None), losses=where)
+    with serving(options) as client:
+        page = client.get("/losses")
+        assert rows(page)[:2] == [("not finite", 1, 4, 1, 3), ("50", 1, 4, 1, 2)]
+        assert [row[0] for row in rows(page)[2:4]] == ["2", "2"]
+        assert int(STORED.findall(page.text)[0]) == spike[3]
+        link = next(each for each in page.addresses if each.startswith("/step?epoch=1&step=4&rank=1&row=2"))
+        step = client.get(link)
+        assert shown(step) == spike.tolist()
+        assert step.text.count("sample chosen") == 1
+        pages = [rows(client.get(f"/losses?page={n}")) for n in range(-(-2 * COUNT // 60))]
+        assert sum(map(len, pages)) == 2 * COUNT  # of two epochs, without padding
+
+
+def test_a_log_of_losses_refuses_other_shapes_and_other_files(url, tmp_path):
+    loader = sl.NumpyDataset(url, batch_size=6, num_workers=0)
+    log = sl.LossLog(loader, tmp_path / "l.jsonl")
+    batch = next(iter(loader))
+    with pytest.raises(UsageError, match=r"losses of shape \(\) for a batch of 6 samples"):
+        log(batch, np.float32(3))
+    (tmp_path / "other.jsonl").write_text('{"loss": [1]}\n')
+    with pytest.raises(StateError, match=r"lacks 'epoch'"):
+        serving(ViewOptions(RunOptions(url), losses=str(tmp_path / "other.jsonl"))).__enter__()
+
+
+def test_a_running_training_is_shown_by_its_file_and_by_its_port(url, tmp_path):
+    loader = sl.NumpyDataset(url, batch_size=6, num_workers=0, world=(1, 2))
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    with sl.metrics.StatsFile(loader, tmp_path, seconds=0.05), sl.metrics.serve(loader, port=0) as server:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("rank-*.json")) and time.monotonic() < deadline:
+            next(batches)
+        for where in (str(tmp_path), server.url):
+            with serving(ViewOptions(RunOptions(url), live=where)) as client:
+                text = client.get("/live").text
+                assert re.search(r"<td>1</td><td class=\"number\">0</td>", text)
+                assert "samples/s" in text
+                assert "<section data-part>" in client.get("/live?part=1").text
+
+
+def test_windows_of_arrays_in_place_are_frames_and_patches_are_drawn_on_their_array(tmp_path):
+    import zarr
+
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=3)
+    values = np.arange(40 * 32 * 48, dtype=np.float32).reshape(40, 32, 48)
+    for name in ("t", "<b>u"):
+        array = group.create_array(
+            name, shape=values.shape, chunks=(4, 32, 48), dtype="f4", dimension_names=("time", "y", "x")
+        )
+        array[:] = values
+    windows = sl.Window(history=3, lead=1)
+    options = {"batch_size": 4}
+    from streamloader.options import Sampling
+
+    run_of = RunOptions(str(tmp_path / "a.zarr"), given=options, sampling=Sampling(sample_axis="time", windows=windows))
+    with serving(ViewOptions(run_of)) as client:
+        page = client.get("/step?step=2")
+        assert "&lt;b&gt;u" in page.text
+        assert "<b>u" not in page.text
+        assert page.text.count('class="cell frames"') == 8
+        assert "<h2>index " in page.text
+        for other in ("/samples", "/fields", "/statistics", "/statistics?field=t", "/order", "/plan"):
+            assert client.get(other).status == 200, other
+    patches = sl.Patch({"y": 16, "x": 16})
+    run_of = RunOptions(str(tmp_path / "a.zarr"), given=options, sampling=Sampling(sample_axis="time", patches=patches))
+    with serving(ViewOptions(run_of)) as client:
+        page = client.get("/step")
+        places = re.findall(r'<rect x="(\d+)" y="(\d+)" width="16" height="16"><title>row', page.text)
+        loader = sl.NumpyDataset(
+            str(tmp_path / "a.zarr"), batch_size=4, sample_axis="time", patches=patches, with_index=True
+        )
+        (batch,) = loader.replay(0, [0])
+        expected = zip(batch["index_x"].tolist(), batch["index_y"].tolist(), strict=True)
+        assert [tuple(map(int, place)) for place in places] == list(expected)
+        assert "32 x 48" in page.text
+
+
+def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
+    packed = sl.NumpyDataset(
+        url, batch_size=2, fields=["tokens"], pack={"tokens": sl.Pack(65, fit="best")}, num_workers=0
+    )
+    with serving(
+        ViewOptions(RunOptions(None, description=packed.describe()), tokens=load_tokenizer("bytes"))
+    ) as client:
+        text = client.get("/step").text
+        assert text.count('class="document"') > 4
+    from streamloader.loader.dataset import NumpyMixture
+
+    a, b = sl.Source(url, where=slice(0, 90)), sl.Source(url, where=slice(90, 200))
+    mixture = NumpyMixture({a: 0.5, b: 0.5}, batch_size=8, fields=["label"], num_workers=0, with_index=True)
+    with serving(ViewOptions(RunOptions(None, description=mixture.describe()))) as client:
+        (batch,) = mixture.replay(0, [1])
+        found = re.findall(r"<h2>source (\d+) index (\d+)", client.get("/step?step=1").text)
+        assert [int(source) for source, _ in found] == batch["source"].tolist()
+        assert [int(index) for _, index in found] == batch["index"].tolist()
+        assert "streamloader plan" in client.get("/order").text
+
+
+def test_a_private_bucket_is_shown_since_the_process_has_the_keys(url, moto):
+    from pathlib import Path
+
+    target = moto.url("viewed")
+    client = moto.client()
+    bucket, _, key = target.removeprefix("s3://").partition("/")
+    for path in Path(url).rglob("*"):
+        if path.is_file():
+            client.put_object(Bucket=bucket, Key=f"{key}/{path.relative_to(url)}", Body=path.read_bytes())
+    client.close()
+    with serving(ViewOptions(RunOptions(target, storage_options=moto.storage_options))) as viewer:
+        assert len(shown(viewer.get("/step"))) == 32
+        pages = "".join(viewer.get(page).text for page in PAGES)
+        assert moto.secret not in pages
+        assert target in pages
+
+
+def test_the_command_prints_its_link_and_ends_by_ctrl_c(url, tmp_path, ctrl_c):
+    state = tmp_path / "state.json"
+    loader = sl.NumpyDataset(url, batch_size=4, seed=6, num_workers=0, world=(0, 4))
+    state.write_text(json.dumps(loader.state_dict()))
+    place = ["--state", state, "--step", "21", "--rank", "2", "--batch-size", "4", "--world-size", "4"]
+    command = [*COMMAND, "view", url, *place, "--no-browser", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            printed = json.loads(process.stdout.readline())
+            assert printed["url"] == url
+            client = Client(printed["link"])
+            assert client.first == "/step?step=21&rank=2"
+            steps = -(-COUNT // 16)
+            assert shown(client.get(client.first)) == loader.samples(1, 21 - steps, rank=2).tolist()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_the_command_says_what_is_wrong(url, tmp_path, capsys):
+    assert "no dataset; give its URL" in run(capsys, "view")[2]
+    assert "without --image-size" in run(capsys, "view", url, "--crop", "random", "--no-browser")[2]
+    (tmp_path / "x.json").write_text("{")
+    assert "is not JSON" in run(capsys, "view", url, "--state", tmp_path / "x.json")[2]
+    assert "write it as module:function" in run(capsys, "view", url, "--transform", "nothing:here")[2]
+    with serving(ViewOptions(RunOptions(url))) as client:
+        assert "give another --port" in run(capsys, "view", url, "--port", client.port, "--no-browser")[2]
+
+
+@pytest.mark.alone
+def test_a_page_of_60_images_with_its_images_takes_half_a_second(tmp_path):
+    with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg", "label": "int64"}) as writer:
+        for i in range(300):
+            writer.write({"image": encoded(picture(i, 375, 500), "jpeg"), "label": i})
+    with serving(ViewOptions(RunOptions(str(tmp_path / "d")))) as client:
+        client.get("/samples")  # opens the dataset
+        begin = time.perf_counter()
+        page = client.get("/samples?page=2")
+        images = [client.get(each) for each in page.media]
+        seconds = time.perf_counter() - begin
+    assert [image.body for image in images] == [encoded(picture(i, 375, 500), "jpeg") for i in range(120, 180)]
+    assert seconds < 0.5
+
+
+@pytest.mark.long
+def test_a_dataset_of_a_billion_samples_opens_in_two_seconds(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(10**9, np.uint8))
+    sl.convert(tmp_path / "x.npy", tmp_path / "d")
+    command = [*COMMAND, "view", tmp_path / "d", "--no-browser", "--json"]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            client = Client(json.loads(process.stdout.readline())["link"])
+            assert len(shown(client.get("/step"))) == 32
+            seconds = time.perf_counter() - begin
+        finally:
+            process.kill()
+    assert seconds < 2
+
+
+IMPORTS = "import sys, streamloader.view.server; print(sorted({'torch', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
+
+
+def test_the_viewer_does_without_torch():
+    assert subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout == "[]\n"
