@@ -19,7 +19,7 @@ from test_docs import INSTALL, LINK, ROOT, blocks
 from torchrun import environment
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorials").glob("*.py"))
-RESULT = re.compile(r"^test ([a-z -]+) ([0-9.]+), ([\w -]+?) ([0-9.]+)$", re.MULTILINE)
+RESULT = re.compile(r"^test ([a-z -]+) ([0-9.]+)(?: K)?, ([\w -]+?) ([0-9.]+)(?: K)?$", re.MULTILINE)
 LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
