@@ -14,6 +14,17 @@ PRELUDES = {
     "mosaic": "import torchvision_of_any_build  # for its import",
 }
 
+# modules and classes that the calls in the table of a page belong to, besides torch's DataLoader
+PACKAGES = {
+    "huggingface": "datasets datasets:IterableDataset datasets.distributed",
+    "lancedb": "lancedb lancedb.db:DBConnection lancedb.permutation lancedb.permutation:PermutationBuilder "
+    "lancedb.streaming lancedb.streaming:StreamingDataset lancedb.table:Table",
+    "litdata": "litdata",
+    "mosaic": "streaming streaming:StreamingDataLoader streaming.base.util streaming.vision",
+    "tfdata": "tensorflow.data tensorflow.data:Dataset tensorflow.io tensorflow.random tensorflow.train",
+    "webdataset": "webdataset webdataset:WebDataset webdataset.shardlists",
+}
+
 
 @pytest.fixture(scope="module")
 def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
@@ -25,4 +36,6 @@ def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
 
 @pytest.mark.parametrize("page", [page for page in MIGRATING if blocks(page)], ids=lambda page: page.stem)
 def test_every_block_of_a_page_runs_with_the_package_that_it_leaves_and_prints_what_it_says(page, reader):
-    check(page, reader, prelude=PRELUDES.get(page.stem, ""))
+    theirs = [*PACKAGES[page.stem].split(), "torch.utils.data"]
+    calls = f"import pathlib, tables_of_calls\ntables_of_calls.check(pathlib.Path({str(page)!r}), {theirs})"
+    check(page, reader, prelude=f"{PRELUDES.get(page.stem, '')}\n{calls}\ndel pathlib, tables_of_calls")
