@@ -1,19 +1,22 @@
 """`--json` of every command: one document on stdout, also of an error."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pytest
+from cli_page import KEYS, PAGE, head, keys, sections
 from commands import run
 from conversions import write_photos
 
 import streamloader as sl
-from streamloader.cli.main import cli
+from streamloader.cli.main import cli, main
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,7 @@ CALLS = {
     "plan": ["plan", "{0}/data"],
     "bench": ["bench", "{0}/data", "--seconds", "0.1"],
     "stats": ["stats", "{0}/x"],
+    "doctor": ["doctor", "{0}/data"],
     "completion": ["completion", "bash"],
 }
 # demo takes a minute: tests/integrations/test_whole_demo.py; view serves until it is ended: tests/test_view.py
@@ -71,11 +75,46 @@ def filled(arguments, there):
     return [argument.format(there) for argument in arguments] + ["--json"]
 
 
+@pytest.fixture(scope="module")
+def outcomes(there):
+    """The status, the output and the errors of each call."""
+    found = {}
+    for call, arguments in CALLS.items():
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main(filled(arguments, there))
+        found[call] = ended.value.code or 0, out.getvalue(), err.getvalue()
+    return found
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_a_command_prints_one_document_and_nothing_else(call, there, capsys):
-    status, out, err = run(capsys, *filled(CALLS[call], there))
+def test_a_command_prints_one_document_and_nothing_else(call, outcomes):
+    status, out, err = outcomes[call]
     assert status == 0, err
     json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+# keys that depend on what the command finds, which no call above has
+RARE = {"inspect": {"arrays", "reads", "rechunking"}}
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_the_page_has_the_options_of_each_command_and_the_keys_of_its_document(name, outcomes):
+    """`python tests/cli_page.py` writes the options; the keys are written by hand."""
+    page = sections(PAGE.read_text())
+    assert head(cli.commands[name]) in page[name], f"docs/cli.md: {name} has changed"
+    documented, printed = keys(page[name]), set()
+    if "keys of [append]" in page[name]:
+        documented |= keys(page["append"]) - {"abandoned"}
+    for call in [each for each in CALLS if each.split()[0] == name]:
+        document = json.loads(outcomes[call][1])
+        printed |= set(document[0] if isinstance(document, list) else document)
+    assert name in FAILS or documented == printed | RARE.get(name, set())
+
+
+def test_the_page_has_no_command_that_is_gone():
+    page = PAGE.read_text()
+    assert page.count(KEYS) == len(sections(page)) == len(cli.commands)
 
 
 @pytest.mark.parametrize("name", cli.commands)
@@ -89,8 +128,8 @@ def test_an_error_is_a_document_too(name, there, capsys):
     for arguments in calls:
         status, out, err = run(capsys, *arguments, "--json")
         document = json.loads(out)
-        if status == 0:  # of nothing there is nothing to remove
-            assert name in ("rm-incomplete", "cache")
+        if "error" not in document:  # of nothing there is nothing to remove, and `doctor` says what is wrong
+            assert (name, status) in (("rm-incomplete", 0), ("doctor", 1))
             continue
         assert status == 2
         assert document.keys() == {"error"}

@@ -22,6 +22,7 @@ from streamloader.cli.datasets import (
     rm_incomplete,
     verify,
 )
+from streamloader.cli.doctor import doctor
 from streamloader.cli.measure import bench, plan, stats
 from streamloader.cli.options import json_option
 from streamloader.cli.show import INTERRUPTED, print_json
@@ -53,7 +54,7 @@ def cli() -> None:
 
 
 _DATASETS = convert, append, delete, lengths, log, diff, ls, inspect, verify, export, cp, rm_incomplete, cache
-for _command in (*_DATASETS, plan, bench, stats, view, demo, completion):
+for _command in (*_DATASETS, plan, bench, stats, doctor, view, demo, completion):
     cli.add_command(_command)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import math
 import os
 import socket
 import sys
@@ -429,11 +430,27 @@ def is_interactive() -> bool:
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
+CPU_GROUPS = ("cpu", "cpu,cpuacct")  # names of the controller of version 1
+
+
+def affinity() -> int:
+    """Return the number of cores that this process may be scheduled on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def cpu_quota(folder: str | os.PathLike[str] = "/sys/fs/cgroup") -> float | None:
+    """Return the cores that the control group (version 1 or 2) allows to use; None without a limit."""
+    readings = (("cpu.max",), *((f"{name}/cpu.cfs_quota_us", f"{name}/cpu.cfs_period_us") for name in CPU_GROUPS))
+    for names in readings:
+        try:
+            quota, period = " ".join(Path(folder, name).read_text("ascii") for name in names).split()
+            return int(quota) / int(period) if int(quota) > 0 else None
+        except (OSError, ValueError):  # the other version, or "max"
+            continue
+    return None
+
+
 def cpu_count() -> int:
     """Return the number of cores that this process may use: its affinity, or its cgroup quota if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+    quota = cpu_quota()
+    return affinity() if quota is None else max(1, min(affinity(), math.ceil(quota)))

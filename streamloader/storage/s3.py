@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import botocore.loaders
 import botocore.session
@@ -36,7 +36,7 @@ from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError, EndpointError, TransientError
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, body_crc32c, buffers_of
-from streamloader.storage.credentials import renew_credentials
+from streamloader.storage.credentials import SERVICES, renew_credentials
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.process import run_all
 from streamloader.storage.retry import (
@@ -612,6 +612,51 @@ def load_models() -> None:
     """Read what botocore needs to make a client, which processes that are forked later share."""
     with contextlib.suppress(*client_errors(), TypeError, ValueError):  # a configuration that no client may need
         _botocore_client(parse_location("s3://bucket", {"anon": True, "client_kwargs": {"region_name": "us-east-1"}}))
+
+
+class Access(NamedTuple):
+    """How a location is accessed: endpoint and region, by what connections, and where the credentials come from."""
+
+    endpoint: str
+    region: str
+    pool: Pool
+    credentials: str  # "" without any
+
+
+def access_of(location: Location) -> Access:
+    """Return how a location is accessed. Looks for credentials, for which botocore may ask a metadata service."""
+    client, verify = _botocore_client(location)
+    pool, options = Pool(location.retry, client.meta.config, verify), location.options
+    region = client.meta.region_name or ""
+    if options.get("anon"):
+        source = "anon: requests are not signed"
+    elif options.get("credential_provider"):
+        source = "the function credential_provider"
+    elif options.get("key") or options.get("username") or (options.get("client_kwargs") or {}).get(_KEYS[0]):
+        source = "storage options"
+    else:
+        session = botocore.session.Session(profile=options.get("profile"))
+        session.set_default_client_config(SERVICES)
+        found = session.get_credentials()
+        source = "" if found is None else _SOURCES.get(found.method, found.method)
+        if source and session.profile and found.method not in _NO_PROFILE:
+            source = f"{source}, profile {session.profile}"
+    return Access(client.meta.endpoint_url, region, pool, source)
+
+
+# botocore's names of what provides credentials
+_SOURCES = {
+    "env": "the environment (AWS_ACCESS_KEY_ID)",
+    "shared-credentials-file": "the credentials file",
+    "config-file": "the configuration file",
+    "assume-role": "an assumed role",
+    "assume-role-with-web-identity": "a web identity (AWS_WEB_IDENTITY_TOKEN_FILE)",
+    "sso": "SSO",
+    "custom-process": "credential_process",
+    "container-role": "the role of the container",
+    "iam-role": "the role of the instance",
+}
+_NO_PROFILE = ("env", "container-role", "iam-role")
 
 
 def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
