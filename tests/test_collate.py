@@ -462,3 +462,24 @@ def test_invalid_options_of_pad_are_usage_errors(make: Callable[[], Pad]):
 def test_nested_tensors_need_torch(path):
     with pytest.raises(errors.UsageError, match="nested"):
         sl.NumpyDataset(path, batch_size=4, fields=["tokens"], collate="nested")
+
+
+def double(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": np.repeat(sample["tokens"], 2)}
+
+
+def square(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"square": np.ones((len(sample["tokens"]), 3), np.int8)}
+
+
+def test_padding_of_what_a_transform_returns_counts_as_that_of_fields_does(path):
+    tokens = {"batch_size": 8, "fields": ["tokens"]}
+    plain = sl.NumpyDataset(path, collate="pad", **tokens)
+    one = sl.NumpyDataset(path, transform=double, collate={"twice": "pad"}, **tokens)
+    two = sl.NumpyDataset(path, transform=square, collate={"square": sl.Pad(axes=2, to=6)}, **tokens)
+    for dataset in (plain, one):
+        assert len(list(dataset)) == 12
+    assert plain.stats().padding_share == one.stats().padding_share > 0
+    squares = [(batch["square"].size, batch["square_lengths"]) for batch in two]
+    real = sum(int(lengths.prod(axis=1).sum()) for _, lengths in squares)
+    assert two.stats().padding_share == pytest.approx(1 - real / sum(size for size, _ in squares))

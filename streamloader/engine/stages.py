@@ -778,6 +778,12 @@ class Stages:
             self._padded.append(0)
             options: dict[str, Any] = {"rules": self._config.rules, "lease": self._lease_padded}
             batch.columns = collate(samples, numbers, stack, self._ragged, complete, **options)
+            for name in batch.columns.keys() & self._config.rules.keys():
+                rule = self._config.rules[name]
+                if isinstance(rule, Pad):
+                    elements = math.prod(batch.columns[name].shape[: 1 + rule.axes])
+                    real = int(batch.columns[name + LENGTHS].reshape(-1, rule.axes).prod(axis=1).sum())
+                    self._counters.add(elements=elements, padding_elements=elements - real)
         else:
             batch.singles = [collate([one], [number], stack) for one, number in zip(samples, numbers, strict=True)]
             batch.columns = {}
