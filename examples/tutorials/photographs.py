@@ -151,7 +151,7 @@ def draw(path: Path, losses: list[float], accuracies: list[float], images: list[
     right.set(ylabel="accuracy on val", ylim=(0, 1))
     right.yaxis.label.set_color("tab:orange")
     samples.suptitle("Highest losses on val")
-    for place, (image, title) in zip(samples.subplots(2, 4).flat, images, strict=True):
+    for place, (image, title) in zip(samples.subplots(2, 4).flat, images, strict=False):
         place.imshow(Image.open(io.BytesIO(image)).resize((32, 32)))  # the size that the network sees
         place.set_title(title, fontsize=8)
         place.axis("off")

@@ -145,16 +145,19 @@ def main() -> None:
         accuracy, frequent = evaluate(model, test)
         accuracies.append(accuracy)
         print(f"epoch {epoch + 1}: loss {np.mean(losses[-len(train) :]):.3f}, accuracy {accuracy:.3f}", flush=True)
-    batch = next(iter(test))
-    predicted = model(batch["wave"], batch["wave_lengths"]).argmax(1)
-    titles = [
-        f"{words[label]}, predicted {words[guess]}" for label, guess in zip(batch["label"], predicted, strict=True)
-    ]
-    draw(arguments.out / "speech.png", losses, accuracies, model.spectrogram(batch["wave"])[::8], titles[::8])
+    draw(arguments.out / "speech.png", losses, accuracies, spectrograms(model, next(iter(test)), words))
     print(f"test accuracy {accuracy:.3f}, most frequent word {frequent:.3f}")
 
 
-def draw(path: Path, losses: list[float], accuracies: list[float], spectrograms: Tensor, titles: list[str]) -> None:
+@torch.no_grad()
+def spectrograms(model: Recogniser, batch: dict[str, Tensor], words: tuple[str, ...]) -> list[tuple[Tensor, str]]:
+    """Return four spectrograms of a batch, with their words as text."""
+    frames, guesses = model.spectrogram(batch["wave"]), model(batch["wave"], batch["wave_lengths"]).argmax(1)
+    titles = [f"{words[label]}, predicted {words[guess]}" for label, guess in zip(batch["label"], guesses, strict=True)]
+    return list(zip(frames, titles, strict=True))[:: max(1, len(frames) // 4)]
+
+
+def draw(path: Path, losses: list[float], accuracies: list[float], shown: list[tuple[Tensor, str]]) -> None:
     """Draw loss and accuracy, and four spectrograms with their titles."""
     figure = plt.figure(figsize=(9, 3.2), layout="constrained")
     curves, clips = figure.subfigures(1, 2, width_ratios=(1, 1.4))
@@ -166,10 +169,9 @@ def draw(path: Path, losses: list[float], accuracies: list[float], spectrograms:
     clips.suptitle("Clips of one batch, with their padding")
     places = clips.subplots(2, 2, sharex=True, sharey=True).flat
     look = {"cmap": plt.get_cmap("viridis", 10), "vmin": -9, "vmax": 5, "interpolation": "nearest"}
-    for axes, frames, title in zip(places, spectrograms, titles, strict=True):
-        axes.imshow(
-            frames, origin="lower", aspect="auto", extent=(0, frames.shape[1] * HOP / RATE, 0, len(frames)), **look
-        )
+    for axes, (frames, title) in zip(places, shown, strict=False):
+        extent = (0, frames.shape[1] * HOP / RATE, 0, len(frames))
+        axes.imshow(frames, origin="lower", aspect="auto", extent=extent, **look)
         axes.set_title(title, fontsize=9)
     clips.supxlabel("seconds", fontsize=9)
     clips.supylabel("mel band", fontsize=9)
