@@ -22,7 +22,7 @@ include_patterns = [
     "formats/**.md",
     "bench/*.md",
     "bench/results/*.md",
-    *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "changes/README.md"),
 ]
 exclude_patterns = [
     ".*",
