@@ -23,6 +23,7 @@ NUMBERS_SHOWN = 16  # elements of an array that are written out
 TOKENS_SHOWN = 768
 FRAMES_SHOWN = 12  # of a video, of windows, or of other arrays of three or more dimensions
 BOXES_SHOWN = 200
+FIRST = "image frames heat video audio "  # the kinds of cells that come first, in this order
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COLUMN_OFFSETS = "_offsets"
 
@@ -114,7 +115,7 @@ def _row(number: int, values: dict[str, Any], looks: Looks) -> Row:
     marks = tuple(text for name, (sign, text) in MARKS.items() if name in values and bool(values[name]) is sign)
     values = {name: value for name, value in values.items() if name not in MARKS or np.ndim(value)}
     cells = {name: cell(name, value, looks, values) for name, value in values.items()}
-    cells = dict(sorted(cells.items(), key=lambda pair: not pair[1].media))  # images and sounds first
+    cells = dict(sorted(cells.items(), key=lambda pair: FIRST.find(pair[1].kind) % len(FIRST)))
     return Row(number, cells, marks, index)
 
 

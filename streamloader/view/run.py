@@ -87,7 +87,7 @@ def _with_crops(decode: Any) -> Any:
     """Return `decode=` with a column that says how images were cropped, where it can have one."""
     if isinstance(decode, Mapping):
         return {name: _with_crops(each) for name, each in decode.items()}
-    cropped = isinstance(decode, Decode) and decode.crop is not None and decode.views is None
+    cropped = isinstance(decode, Decode) and decode.size is not None and decode.views is None
     return replace(decode, with_crop=True, device=None) if cropped else decode
 
 
