@@ -1,5 +1,7 @@
 """The pages for those who come from other packages: their blocks run with the real package."""
 
+from importlib.metadata import version
+
 import pytest
 from test_docs import MIGRATING, ROOT, Reader, blocks, check, photos  # noqa: F401 - a fixture
 
@@ -24,6 +26,20 @@ PACKAGES = {
     "tfdata": "tensorflow.data tensorflow.data:Dataset tensorflow.io tensorflow.random tensorflow.train",
     "webdataset": "webdataset webdataset:WebDataset webdataset.shardlists",
 }
+VERSIONS = {
+    "huggingface": "datasets",
+    "lancedb": "lancedb",
+    "litdata": "litdata",
+    "mosaic": "mosaicml-streaming",
+    "tfdata": "tensorflow-cpu",
+    "webdataset": "webdataset",
+}
+PAGES = [pytest.param(page, id=page.stem) for page in MIGRATING if blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_the_version_that_it_was_run_with(page):
+    assert f" {version(VERSIONS[page.stem])}: " in page.read_text().replace("\n", " ")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +50,7 @@ def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
     return Reader(photos, folder, {**caches, "HF_HUB_OFFLINE": "1"})
 
 
-@pytest.mark.parametrize("page", [page for page in MIGRATING if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_runs_with_the_package_that_it_leaves_and_prints_what_it_says(page, reader):
     theirs = [*PACKAGES[page.stem].split(), "torch.utils.data"]
     calls = f"import pathlib, tables_of_calls\ntables_of_calls.check(pathlib.Path({str(page)!r}), {theirs})"
