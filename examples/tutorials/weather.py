@@ -36,8 +36,9 @@ def make(url: str, storage: dict[str, str] | None = None) -> xr.Dataset:
     waves = np.arange(19)
     noise = np.fft.rfft(rng.normal(0, 1, (2, len(time), 18, 36))) * np.exp(-((waves / 6) ** 2))
     noise = np.exp(-((np.subtract.outer(range(18), range(18)) / 1.5) ** 2)) @ noise
-    carry = 0.97 * np.exp(-1j * waves * np.radians(1 + 3 * np.sin(2 * north) ** 2))
+    carry = 0.999 * np.exp(-1j * waves * np.radians(1.5 + 4 * np.sin(2 * north) ** 2))
     pressure, warmth = np.zeros_like(noise)
+    pressure[0], warmth[0] = 20 * noise[:, 0]  # as strong as later
     for step in range(1, len(time)):
         pressure[step] = carry * pressure[step - 1] + noise[0, step]
         warmth[step] = carry * (warmth[step - 1] + 0.03j * waves * pressure[step - 1]) + noise[1, step]
