@@ -102,7 +102,7 @@ RARE = {"inspect": {"arrays", "reads", "rechunking"}}
 def test_the_page_has_the_options_of_each_command_and_the_keys_of_its_document(name, outcomes):
     """`python tests/cli_page.py` writes the options; the keys are written by hand."""
     page = sections(PAGE.read_text())
-    assert head(cli.commands[name]) in page[name], f"docs/cli.md: {name} has changed"
+    assert head(cli.commands[name]) in page[name], f"{name} has changed: run python tests/cli_page.py"
     documented, printed = keys(page[name]), set()
     if "keys of [append]" in page[name]:
         documented |= keys(page["append"]) - {"abandoned"}

@@ -116,6 +116,7 @@ def test_to_a_bucket_and_back(make, moto, tmp_path):
     assert copy(url, moto.url("other"), storage_options=options).objects == report.objects, "options for both"
 
 
+@pytest.mark.quick(2)
 def test_a_plain_web_server_that_lists_nothing_is_a_source(data, tmp_path):
     with folder_server(data.parent) as server:
         copy(f"{server.url}/data", tmp_path / "out")
@@ -251,6 +252,29 @@ def test_what_is_left_is_removed_and_nothing_else(tmp_path, monkeypatch, capsys)
     assert found.kind == "unfinished" and "the copy to" in found.message
     assert run(capsys, "rm-incomplete", tmp_path / "out", "--yes")[0] == 0
     assert contents(tmp_path / "out") == {"note": b"mine"}
+
+
+MEMORY = """
+import resource, sys
+import streamloader.maintenance.copy as copies
+copies.MEMORY = 16 << 20
+copies.copy(sys.argv[1], sys.argv[3])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+copies.copy(sys.argv[2], sys.argv[4])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_dataset(tmp_path):
+    layout = sl.Layout(shard_size=4 << 20, codec="none")
+    for name, count in (("small", 64), ("large", 4096)):
+        with sl.Writer(tmp_path / name, {"x": "uint8[65536]"}, layout=layout, workers=1) as out:
+            for _ in range(count // 64):
+                out.write_batch({"x": np.ones((64, 65536), np.uint8)})
+    command = [sys.executable, "-c", MEMORY, *(tmp_path / name for name in ("small", "large", "a", "b"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64, "MiB, for 256 MiB"
 
 
 # --- changes of the source meanwhile

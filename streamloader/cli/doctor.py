@@ -20,7 +20,7 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 @shared.storage_option
 @shared.json_option
 def doctor(*, url: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Check the installation, this machine, and the access to URL, a dataset or a bucket; advise what to change.
+    """Check the installation, this machine, and the access to the dataset at URL; advise what to change.
 
     Versions, what decodes images, processors, memory, limits; credentials (where they are, never what), endpoint,
     latency, clock, the dataset; how many workers a loader starts. Changes nothing. Exits with 1 if there is a problem.

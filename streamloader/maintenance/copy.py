@@ -45,7 +45,7 @@ from streamloader.format.opening import COPY, JOB, RECEIPTS, ROOT, STATISTICS, O
 from streamloader.maintenance.verify import difference
 from streamloader.options import MIB
 from streamloader.storage import ObjectInfo, Store, open_store
-from streamloader.storage.buffers import Buffer
+from streamloader.storage.buffers import Allocate, Buffer
 from streamloader.storage.objects import join_path
 from streamloader.storage.process import Quota, run_all
 from streamloader.storage.store import reads
@@ -154,11 +154,12 @@ class _Shard:
         data, where = memoryview(bytearray(stop)), f"{store.url}/{self.path}"
         try:
             for start in range(0, stop, PIECE_BYTES):
-                piece = store.read(self.path, start, min(start + PIECE_BYTES, stop))
+                piece = store.read(self.path, start, min(start + PIECE_BYTES, stop), _part(data, start))
                 if len(piece) != min(PIECE_BYTES, stop - start):
                     problem = f"{where} has {start + len(piece)} bytes, its chunks and index have {self.size}"
                     raise CorruptError(problem, _DAMAGED)
-                data[start : start + len(piece)] = piece
+                if piece.obj is not data.obj:  # of a client that allocates by itself
+                    data[start : start + len(piece)] = piece
         except NotFoundError as error:
             problem = f"{where} is missing, but the manifest lists it"
             raise MissingObjectError(problem, _DAMAGED) from error
@@ -175,6 +176,11 @@ class _Shard:
             return self.read(store, self.size)[self.stop :] == self.index
         except FormatError:
             return False
+
+
+def _part(data: memoryview, start: int) -> Allocate:
+    """Return a function that returns the part of `data` of a size from `start` on."""
+    return lambda size: data[start : start + size]
 
 
 @dataclass(frozen=True, eq=False)

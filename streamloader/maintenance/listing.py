@@ -79,7 +79,10 @@ def _look(root: Store, path: str, *, first: bool) -> Listed | list[str]:
         return _zarr(store, path) if opening.manifest_json(document) is None else _dataset(store, path, document)
     except FormatError as error:
         return Listed(path, store.url, "damaged", problem=error.problem)
-    except NotFoundError:
+    except (
+        NotFoundError,
+        AccessError,
+    ):  # a store that must not be listed says of a missing object that it is forbidden
         pass
     try:
         names = store.children()

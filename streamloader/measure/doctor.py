@@ -25,7 +25,14 @@ from urllib.request import getproxies
 from streamloader.engine.arena import machine_memory
 from streamloader.engine.budget import MACHINE_SHARE
 from streamloader.engine.executor import choose_workers
-from streamloader.errors import AccessError, FormatError, NotADatasetError, StorageError, StreamloaderError
+from streamloader.errors import (
+    AccessError,
+    FormatError,
+    NotADatasetError,
+    NotFoundError,
+    StorageError,
+    StreamloaderError,
+)
 from streamloader.format import opening
 from streamloader.format.manifest import Manifest
 from streamloader.images.decode import ENCODINGS
@@ -297,7 +304,7 @@ def check_url(url: str, options: Mapping[str, Any] | None, manifests: list[Manif
     yield found
     if found.status == "ok":
         yield _check_latency(store)
-    yield _check_listing(store)
+    yield from _check_listing(store)
 
 
 def _problem(name: str, error: StreamloaderError, clean: Callable[[str], str]) -> Check:
@@ -383,12 +390,13 @@ def _check_latency(store: Store) -> Check:
     return Check("latency", "ok", found) if median < SLOW_SECONDS else Check("latency", "warning", found, advice)
 
 
-def _check_listing(store: Store) -> Check:
+def _check_listing(store: Store) -> Iterator[Check]:
+    """Yield whether the folders at the URL can be listed, unless there is nothing."""
     advice = "training does not need it; convert, append, verify, ls and cp do"
     try:
-        count = len(store.children())
-    except AccessError as error:
-        return Check("listing", "warning", store.location.redact(error.problem), f"allow to list the bucket: {advice}")
+        yield Check("listing", "ok", f"{len(store.children())} folders")
+    except NotFoundError:
+        return
     except StorageError as error:
-        return Check("listing", "warning", store.location.redact(error.problem), advice)
-    return Check("listing", "ok", f"{count} folders")
+        allow = "allow to list the bucket: " if isinstance(error, AccessError) else ""
+        yield Check("listing", "warning", store.location.redact(error.problem), f"{allow}{advice}")

@@ -14,6 +14,8 @@ from torchrun import TESTS
 
 import streamloader as sl
 from streamloader.errors import DestinationError
+from streamloader.maintenance.copy import copy
+from streamloader.maintenance.listing import list_datasets
 from streamloader.storage import open_store
 from streamloader.testing.conformance import LAWS, LawError, Place
 
@@ -39,7 +41,7 @@ def lost_laws(url, options):
 
 
 def write_and_read(url, options, folder):
-    """Write a dataset, read it, append to it, verify it, and fail to overwrite it."""
+    """Write a dataset, read it, append to it, verify it, fail to overwrite it, and copy it from there and back."""
     url, rows = f"{url}/{uuid.uuid4().hex}", [{"x": np.full(100, i, np.float32)} for i in range(60)]
     sl.convert(rows, url, workers=0, storage_options=options)
     for kind in (sl.NumpyDataset, sl.StreamingDataset):
@@ -51,6 +53,12 @@ def write_and_read(url, options, folder):
     assert sl.verify(url, storage_options=options).ok
     with pytest.raises(DestinationError):
         sl.convert(rows[:3], url, workers=0, storage_options=options)
+    digests = copy(url, folder / "copied", storage_options=options).digests
+    assert copy(folder / "copied", f"{url}-back", target_options=options).digests == digests
+    assert copy(folder / "copied", f"{url}-back", target_options=options).objects == 0
+    assert sl.verify(f"{url}-back", storage_options=options).ok
+    found = list_datasets(url.rpartition("/")[0], options)
+    assert {each.url for each in found if each.samples == 63} >= {open_store(url).url, open_store(f"{url}-back").url}
 
 
 def test_the_gateway_of_juicefs(tmp_path):
