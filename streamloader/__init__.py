@@ -87,13 +87,15 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.display_formatter.formatters["text/html"].for_type(dict, batch_html)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "metrics":  # a module of its own, whose names are not among these
-        return import_module("streamloader.metrics")
-    for module, names in _PUBLIC.items():
-        if name in names.split():
-            return getattr(import_module(f"streamloader.{module}"), name)
-    raise AttributeError(f"module 'streamloader' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name == "metrics":  # a module of its own, whose names are not among these
+            return import_module("streamloader.metrics")
+        for module, names in _PUBLIC.items():
+            if name in names.split():
+                return getattr(import_module(f"streamloader.{module}"), name)
+        raise AttributeError(f"module 'streamloader' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

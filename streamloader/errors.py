@@ -116,7 +116,7 @@ class StorageError(StreamloaderError, code="SL200"):
     times that the request is sent; None: as the retry policy says.
     """
 
-    retry_after = 0.0
+    retry_after: float = 0.0
     attempts: int | None = 1
 
 
@@ -137,13 +137,13 @@ class AccessError(StorageError, PermissionError, code="SL202"):
 class EndpointError(StorageError, ConnectionError, code="SL203"):
     """The endpoint cannot be reached."""
 
-    attempts = None
+    attempts: int | None = None
 
 
 class TransientError(StorageError, code="SL204"):
     """A temporary failure that lasted longer than its retries."""
 
-    attempts = None
+    attempts: int | None = None
 
 
 class ThrottledError(TransientError, code="SL205"):

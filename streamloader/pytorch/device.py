@@ -268,7 +268,9 @@ class Transfers:
         borrowed: Iterable[str] = (),
         runtime: Any = None,
     ) -> None:
-        self.ahead, self._iterable, self.counters = ahead, iterable, Counters()
+        self.ahead: int = ahead
+        self.counters: Counters = Counters()
+        self._iterable = iterable
         self._device = choose_device(device)
         self._runtime: Any = runtime or runtime_of(self._device)
         self._copies = self._runtime.Stream()

@@ -469,7 +469,7 @@ class Retrier:
         self._failing = 0  # requests that have failed at least once and have not ended
         self._asked = float("-inf"), ""  # until when the store has asked to wait, in words
         self._thread = threading.local()
-        self.reached = False
+        self.reached: bool = False
 
     @contextmanager
     def waits_by(self, sleep: Callable[[float], None]) -> Iterator[None]:
