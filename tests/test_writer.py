@@ -101,6 +101,7 @@ BAD_VALUES = [
     ({"rows": [np.ma.array([1, 2], mask=[0, 1])]}, "'rows' of sample 1 .* elements of int64 are masked"),
     ({"label": 0.5}, "field 'label' of sample 1 is float64"),
     ({"label": "3"}, "field 'label' of sample 1"),
+    ({"single": [1.5, 2]}, r"has shape \(2,\), expected \(\); give a single float32, or declare single=float32\[2\]"),
     ({"half": 1e6}, "does not hold its values"),
     ({"half": 1j}, "complex128"),
     ({"byte": -1}, "does not hold -1 to -1"),

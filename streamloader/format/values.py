@@ -80,7 +80,9 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
             raise FieldError(f"{where} has shape {array.shape}, expected ({expected})", f"give {field}")
         return _cast(array, np.dtype(field.dtype), where).astype(field.stored_dtype, copy=False).tobytes()
     if array.shape != field.shape:
-        raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", f"give {field}")
+        sizes = ",".join(map(str, array.shape))
+        remedy = f"give {field}" if field.shape else f"give a single {field}, or declare {name}={field.dtype}[{sizes}]"
+        raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", remedy)
     return _cast(array, np.dtype(field.dtype), where)
 
 
