@@ -40,7 +40,7 @@ def main() -> None:
     print(f"{report.num_samples} photographs in {url}", flush=True)
 
     crops = sl.Decode(size=(32, 32), crop=RandomResizedCrop(scale=(0.6, 1), flip=0), normalize="imagenet")
-    train = sl.StreamingDataset(url, split="train", batch_size=64, decode=crops, seed=7)
+    train = sl.StreamingDataset(url, split="train", batch_size=64, decode=crops, seed=7, with_index=True)
     whole = sl.Decode(size=(32, 32), crop=CenterCrop(1.0), normalize="imagenet")
     val = sl.StreamingDataset(url, split="val", batch_size=64, decode=whole, shuffle=False, with_index=True)
     classes = train.classes["label"]
@@ -49,22 +49,14 @@ def main() -> None:
     torch.manual_seed(0)
     model = network(len(classes)).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    losses, accuracies = [], []  # of each step, of each epoch
-
-    checkpoint = arguments.out / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        train.load_state_dict(saved["data"])
-        losses, accuracies = saved["losses"], saved["accuracies"]
-        print(f"resumed at step {len(losses)}, in epoch {train.epoch + 1}", flush=True)
-
+    losses, accuracies = load(arguments.out / "checkpoint.pt", model, optimizer, train)
+    log = sl.LossLog(train, arguments.out / "losses.jsonl")
     while train.epoch < arguments.epochs:
         model.train()
         for batch in train:
-            loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
-            loss = loss[batch["valid"]].mean()  # the last batch of an epoch is padded
+            of_each = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+            log(batch, of_each)
+            loss = of_each[batch["valid"]].mean()  # the last batch of an epoch is padded
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -72,13 +64,12 @@ def main() -> None:
             if len(losses) == arguments.kill_at:
                 os._exit(1)  # nothing is saved, closed or waited for
             if len(losses) % SAVE_STEPS == 0:
-                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": train.state_dict()}
-                torch.save(states | {"losses": losses, "accuracies": accuracies}, checkpoint.with_suffix(".unfinished"))
-                checkpoint.with_suffix(".unfinished").replace(checkpoint)
+                save(arguments.out / "checkpoint.pt", model, optimizer, train, losses=losses, accuracies=accuracies)
         accuracies.append(accuracy_of(evaluate(model, val)))
         loss = np.mean(losses[-len(train) :])
         print(f"epoch {train.epoch}: loss {loss:.3f}, accuracy {accuracies[-1]:.3f}", flush=True)
 
+    log.close()
     result = evaluate(model, val)
     draw(arguments.out / "photographs.png", losses, accuracies, hardest(url, result, classes))
     frequent = np.bincount(result["label"]).max() / len(result["label"])
@@ -95,7 +86,8 @@ def make_photographs(folder: Path) -> Path:
         image = Image.fromarray(photograph[top : top + 96, left : left + 96] // 2)
         ink = Image.fromarray((pixels * 15).astype(np.uint8)).resize((64, 64), Image.Resampling.BICUBIC)
         image.paste((255, 255, 255), tuple(random.integers(8, 24, 2).tolist()), ink)
-        path = folder / str(label) / f"{number:04d}.jpg"
+        shown = label if number % 60 else (label + 3) % 10  # 30 are in a wrong folder, as in many real collections
+        path = folder / str(shown) / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             image.save(path, quality=90)
@@ -103,12 +95,31 @@ def make_photographs(folder: Path) -> Path:
 
 
 def network(classes: int) -> nn.Module:
-    """Return a network of images (b, 3, 48, 48) -> logits (b, classes)."""
+    """Return a network of images (b, 3, 32, 32) -> logits (b, classes)."""
     layers, channels = [], 3
     for width in (16, 32, 64):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
         channels = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(64 * 9, classes))
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset, **more) -> None:
+    """Write a checkpoint. A kill leaves the old one or the new one, never half of one."""
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict()}
+    torch.save(states | more, path.with_suffix(".unfinished"))
+    path.with_suffix(".unfinished").replace(path)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset):
+    """Load the checkpoint, if there is one, and return the loss of each step and the accuracy of each epoch."""
+    if not path.exists():
+        return [], []
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    data.load_state_dict(saved["data"])
+    print(f"resumed at step {len(saved['losses'])}, in epoch {data.epoch + 1}", flush=True)
+    return saved["losses"], saved["accuracies"]
 
 
 @torch.no_grad()
