@@ -1,6 +1,5 @@
 """Settings of the documentation site, which `make docs` builds into `build/docs` without a network."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -57,6 +56,3 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
-
-# patterns of pages that are yet to be written
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.msg)

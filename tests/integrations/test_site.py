@@ -17,26 +17,36 @@ from streamloader import errors, metrics, testing
 
 ROOT = Path(__file__).parents[2]
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}
+SILENT = ("code", "pre", "script", "style")
 
 
 class Page(HTMLParser):
-    """What a page links, what it loads, and the anchors that it has."""
+    """What a page links, what it loads, the anchors that it has, and its text outside of code blocks."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: set[str] = set()
         self.loaded: set[str] = set()
         self.anchors = {"", "top"}  # of every page
+        self.text = ""
+        self._silent = 0  # in elements of code
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
         values = dict(attrs)
+        self._silent += tag in SILENT
         if "id" in values:
             self.anchors.add(values["id"])
         if tag == "a" and "href" in values:
             self.links.add(values["href"])
         if values.get(LOADED.get(tag, "")):
             self.loaded.add(values[LOADED[tag]])
+
+    def handle_endtag(self, tag):
+        self._silent -= tag in SILENT
+
+    def handle_data(self, data):
+        self.text += "" if self._silent else data
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +113,15 @@ def test_every_public_name_is_in_the_reference(site, pages):
     names += [f"streamloader.errors.{name}" for name in errors.__all__]
     names += [f"{module.__name__}.{name}" for module in (metrics, testing) for name in module.__all__]
     assert [name for name in names if name not in anchors] == []
+
+
+def test_docstrings_are_rendered_with_their_code_marked(site, pages):
+    reference = {path: page for path, page in pages.items() if path.parent.name == "reference"}
+    marks = ("`", "**", ":py:", "|--")
+    assert [(path.name, mark) for path, page in reference.items() for mark in marks if mark in page.text] == []
+    loading = reference[site / "docs/reference/loading.html"]
+    assert re.search(r"class StreamingDataset\(\s*url: str", loading.text), "arguments are those of __init__"
+    assert re.search(r"^\s*: how many samples may be bad, a number or a share\.$", loading.text, re.M), "an item each"
 
 
 def test_the_list_for_language_models_names_every_page_of_the_site(site):
