@@ -65,15 +65,16 @@ class Classifier(nn.Module):
 
     def __init__(self, genes: int, types: int, width: int = 64) -> None:
         super().__init__()
-        self.genes = nn.EmbeddingBag(genes, width, mode="sum", include_last_offset=True)  # nn.Linear of sparse rows
+        # nn.Linear of sparse rows
+        self.genes = nn.EmbeddingBag(genes, width, mode="sum", include_last_offset=True)
         nn.init.normal_(self.genes.weight, std=0.03)
         self.dropout = nn.Dropout(0.3)
         self.types = nn.Sequential(nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, types))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         counts, offsets, genes = batch["X"], batch["X_offsets"], batch["X_indices"].long()
-        totals = torch.segment_reduce(counts, "sum", offsets=offsets).repeat_interleave(offsets.diff())
-        values = torch.log1p(10_000 * counts / totals)
+        totals = torch.segment_reduce(counts, "sum", offsets=offsets)
+        values = torch.log1p(10_000 * counts / totals.repeat_interleave(offsets.diff()))
         return self.types(self.genes(genes, offsets, self.dropout(values)))
 
 
@@ -114,11 +115,13 @@ def main() -> None:
 
     rows = {"sample_axis": 0, "fields": FIELDS}
     test = sl.StreamingDataset(url, batch_size=256, where=TEST, shuffle=False, **rows)
-    as_stored = sl.StreamingDataset(url, batch_size=64, where=TRAIN, steps_per_epoch=STEPS, **rows)
+    steps = {"batch_size": 64, "steps_per_epoch": STEPS}
+    as_stored = sl.StreamingDataset(url, where=TRAIN, **rows, **steps)
     types = test.classes["obs/cell_type"]
 
-    each = [sl.Source(url, sample_axis=0, where=f"{TRAIN} and 'obs/cell_type' == '{name}'") for name in types]
-    balanced = sl.Mixture(dict.fromkeys(each, 1), batch_size=64, fields=FIELDS, steps_per_epoch=STEPS)
+    conditions = [f"{TRAIN} and 'obs/cell_type' == '{name}'" for name in types]
+    each = [sl.Source(url, sample_axis=0, where=condition) for condition in conditions]
+    balanced = sl.Mixture(dict.fromkeys(each, 1), fields=FIELDS, **steps)
 
     torch.set_num_threads(1)  # the loader has threads of its own, and a small network gains nothing from more
     shares = {}

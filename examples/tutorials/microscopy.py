@@ -59,10 +59,10 @@ def make(url: str, frames: int = 14, size: int = 288) -> zarr.Group:
 
 
 def patches(url: str, frames: slice, random: bool) -> sl.StreamingDataset:
-    """Return the patches of these frames: at random places and shuffled, or as tiles in order."""
+    """Return patches of these frames: at random places and shuffled, or as tiles in order."""
     patch = sl.Patch({"y": SIZE, "x": SIZE}, margin=MARGIN, random=random)
-    samples = {"sample_axis": "t", "where": frames, "fields": [IMAGE, LABELS], "patches": patch}
-    return sl.StreamingDataset(url, batch_size=16, shuffle=random, with_index=True, **samples)
+    samples = {"sample_axis": "t", "fields": [IMAGE, LABELS], "patches": patch, "with_index": True}
+    return sl.StreamingDataset(url, batch_size=16, where=frames, shuffle=random, **samples)
 
 
 def inside(image: Tensor) -> Tensor:
@@ -71,8 +71,9 @@ def inside(image: Tensor) -> Tensor:
 
 
 def prepare(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the images, about 0 to 1, and without margin the masks of nuclei: both float32 (batch, 1, h, w)."""
-    return batch[IMAGE][:, None].float() / 1000, inside(batch[LABELS][:, None].int() > 0).float()
+    """Return images, about 0 to 1, and without margin the masks of nuclei: float32 (batch, 1, h, w)."""
+    image, label = batch[IMAGE][:, None], batch[LABELS][:, None]
+    return image.float() / 1000, inside(label.int() > 0).float()
 
 
 class UNet(nn.Module):
@@ -139,7 +140,8 @@ def main() -> None:
             if len(losses) == arguments.kill_at:
                 os._exit(1)  # nothing is saved, closed or waited for
             if len(losses) % SAVE_STEPS == 0:
-                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": train.state_dict()}
+                parts = {"model": model, "optimizer": optimizer, "data": train}
+                states = {name: part.state_dict() for name, part in parts.items()}
                 torch.save(states | {"losses": losses}, checkpoint.with_suffix(".unfinished"))
                 checkpoint.with_suffix(".unfinished").replace(checkpoint)
         print(f"epoch {train.epoch}: loss {np.mean(losses[-len(train) :]):.3f}", flush=True)
@@ -153,13 +155,15 @@ def main() -> None:
 
 @torch.no_grad()
 def predict(model: UNet, shape: tuple[int, int], url: str) -> np.ndarray:
-    """Return the images, masks and predicted masks of the test frames: float32 (3, frames, y, x)."""
+    """Return images, masks and predicted masks of the test frames: float32 (3, frames, y, x)."""
     frames = np.zeros((3, TEST.stop - TEST.start, *shape), np.float32)
     for batch in patches(url, TEST, random=False):
         image, mask = prepare(batch)
         tiles = torch.cat([inside(image), mask, inside(model(image)) > 0], dim=1).numpy()
-        for tile, t, y, x in zip(tiles, batch["index"], batch["index_y"], batch["index_x"], strict=True):
-            frames[:, t - TEST.start, y + MARGIN : y + MARGIN + SIZE, x + MARGIN : x + MARGIN + SIZE] = tile
+        places = zip(batch["index"], batch["index_y"], batch["index_x"], strict=True)
+        for tile, (t, y, x) in zip(tiles, places, strict=True):
+            inner = frames[:, t - TEST.start, y + MARGIN :, x + MARGIN :]
+            inner[:, :SIZE, :SIZE] = tile
     return inside(frames)
 
 

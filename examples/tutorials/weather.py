@@ -68,12 +68,14 @@ def make(url: str, storage: dict[str, str] | None = None) -> xr.Dataset:
 
 
 class Forecast(nn.Module):
-    """A network of (batch, times, channels, latitude, longitude) -> the state a day later (batch, state, ...)."""
+    """(batch, times, channels, latitude, longitude) -> the state a day later: (batch, state, ...)."""
 
     def __init__(self, inputs: int, outputs: int, width: int = 24) -> None:
         super().__init__()
-        kernel = {"kernel_size": 3, "padding": (1, 0)}  # along the latitudes; longitudes are a circle, see forward
-        layers = [nn.Conv2d(inputs, width, **kernel), nn.GELU(), nn.Conv2d(width, width, **kernel), nn.GELU()]
+        # along the latitudes; longitudes are a circle, see forward
+        kernel = {"kernel_size": 3, "padding": (1, 0)}
+        layers = [nn.Conv2d(inputs, width, **kernel), nn.GELU()]
+        layers += [nn.Conv2d(width, width, **kernel), nn.GELU()]
         self.change = nn.Sequential(*layers, nn.Conv2d(width, outputs, **kernel))
         self.outputs = outputs
 
@@ -83,16 +85,15 @@ class Forecast(nn.Module):
 
 
 @torch.no_grad()
-def errors(model: Forecast, data: sl.StreamingDataset, kelvin: float) -> tuple[np.ndarray, np.ndarray]:
+def errors(model: Forecast, data: sl.StreamingDataset, kelvin: float) -> list[np.ndarray]:
     """Return maps of the RMSE of temperature, of persistence and of the model."""
     squares, count = 0, 0
     for batch in data:
         x, target, valid = batch["x"], batch["x_target"][:, 0, 0], batch["valid"]
         forecasts = torch.stack([x[:, -1, 0], model(x)[:, 0]])
         squares = squares + ((forecasts - target)[:, valid] ** 2).sum(1)
-        count += valid.sum()  # the last batch is filled up with windows that were there already
-    persistence, error = kelvin * (squares / count).sqrt().numpy()
-    return persistence, error
+        count += valid.sum()  # the last batch is filled up with earlier windows
+    return list(kelvin * (squares / count).sqrt().numpy())
 
 
 def main() -> None:
@@ -107,7 +108,8 @@ def main() -> None:
     except FileNotFoundError:
         store = make(url)
     statistics = arguments.out / "statistics.json"
-    command = ["streamloader", "stats", url, "--sample-axis", "time", "--channels", ",".join(STATE + FIXED)]
+    channels = ",".join(STATE + FIXED)
+    command = ["streamloader", "stats", url, "--sample-axis", "time", "--channels", channels]
     subprocess.run([*command, "--where", "2001-01:2002-12", "--output", statistics], check=True)
     kelvin = json.loads(statistics.read_text())["statistics"]["t2m"]["std"]
 
