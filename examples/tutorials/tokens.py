@@ -150,7 +150,7 @@ def draw(path: Path, losses: list[float], unigram: float, documents: Tensor) -> 
     left.set(xlabel="step", ylabel="training perplexity", yscale="log")
     colors = np.ma.masked_less(documents.numpy(), 0) % 20
     middle.imshow(colors, cmap="tab20", vmin=0, vmax=19, aspect="auto", interpolation="nearest")
-    middle.set(xlabel="token", ylabel="row", title="Documents of a batch")
+    middle.set(xlabel="token", ylabel="row", yticks=range(0, 16, 5), title="Documents of a batch")
     most = documents.diff().ne(0).sum(1).argmax()
     row = documents[most]
     sees = (row[:, None] == row).tril().numpy() & (row >= 0).numpy()
