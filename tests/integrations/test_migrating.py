@@ -11,10 +11,13 @@ import sys
 sys.modules.pop("datasets", None)
 sys.path.remove(%r)
 """
-PRELUDES = {
-    "huggingface": WITHOUT_TESTS % str(ROOT / "tests"),
-    "mosaic": "import torchvision_of_any_build  # for its import",
-}
+# MosaicML Streaming imports torchvision, and leaves locks in the folder for temporary files
+BESIDE_TORCH = """
+import pathlib, tempfile
+import torchvision_of_any_build
+tempfile.tempdir = str(pathlib.Path.cwd())
+"""
+PRELUDES = {"huggingface": WITHOUT_TESTS % str(ROOT / "tests"), "mosaic": BESIDE_TORCH}
 
 # modules and classes that the calls in the table of a page belong to, besides torch's DataLoader
 PACKAGES = {
