@@ -3,21 +3,29 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from commands import COMMAND, run
 from datasets import SMALL, encoded, picture
+from folder_server import folder_server
 from viewing import FIELDS, HOSTILE, Client, serving, value
 
 import streamloader as sl
 from streamloader.errors import StateError, UsageError
+from streamloader.loader.dataset import NumpyMixture
 from streamloader.view.run import RunOptions
-from streamloader.view.viewer import ViewOptions, load_tokenizer
+from streamloader.view.server import Server
+from streamloader.view.viewer import Viewer, ViewOptions, load_tokenizer
 
 COUNT = 200
 STORED = re.compile(r'href="/sample\?number=(\d+)')
@@ -329,8 +337,6 @@ def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
     ) as client:
         text = client.get("/step").text
         assert text.count('class="document"') > 4
-    from streamloader.loader.dataset import NumpyMixture
-
     a, b = sl.Source(url, where=slice(0, 90)), sl.Source(url, where=slice(90, 200))
     mixture = NumpyMixture({a: 0.5, b: 0.5}, batch_size=8, fields=["label"], num_workers=0, with_index=True)
     with serving(ViewOptions(RunOptions(None, description=mixture.describe()))) as client:
@@ -342,8 +348,6 @@ def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
 
 
 def test_a_private_bucket_is_shown_since_the_process_has_the_keys(url, moto):
-    from pathlib import Path
-
     target = moto.url("viewed")
     client = moto.client()
     bucket, _, key = target.removeprefix("s3://").partition("/")
@@ -423,3 +427,50 @@ IMPORTS = "import sys, streamloader.view.server; print(sorted({'torch', 'matplot
 
 def test_the_viewer_does_without_torch():
     assert subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_numbers_beyond_all_epochs_are_errors_and_take_no_time(url):
+    a, b = sl.Source(url, where=slice(0, 90)), sl.Source(url, where=slice(90, 200))
+    mixture = NumpyMixture({a: 0.5, b: 0.5}, batch_size=8, fields=["label"], num_workers=0)
+    with serving(ViewOptions(RunOptions(None, description=mixture.describe()))) as client:
+        begin = time.monotonic()
+        assert client.get(f"/step?step={10**17}").status == 400
+        assert client.get(f"/step?epoch={10**15}&step=1").status == 200
+        assert client.get(f"/step?epoch={10**15}&step={10**17}").status == 400
+        assert client.get(f"/samples?page={10**17}").status == 400
+        assert client.get(f"/plan?window={10**17}&lanes=64").status in (200, 400)
+        assert time.monotonic() - begin < 30
+
+
+def test_an_unforeseen_error_is_a_page_too_with_all_its_headers(client, monkeypatch):
+    def fails(*_):
+        raise RuntimeError(f"unforeseen {HOSTILE}")
+
+    monkeypatch.setattr("streamloader.view.viewer.Viewer.fields", fails)
+    answer = client.get("/fields")
+    assert (answer.status, answer.headers["X-Content-Type-Options"]) == (500, "nosniff")
+    assert "RuntimeError: unforeseen &lt;script&gt;" in answer.text
+
+
+def test_all_addresses_of_this_machine_are_listened_on_if_it_is_said_so(url):
+    server = Server(Viewer(ViewOptions(RunOptions(url))), "0.0.0.0", 1)
+    assert server.address().startswith(f"http://{socket.gethostname()}:1/")
+    for host, problem in [("10.1.2.3", False), (socket.gethostname(), False), ("evil.example", True)]:
+        request = make_mocked_request("GET", f"/?token={server.guard.token}", headers={"Host": f"{host}:1"})
+        assert bool(server.guard.problem(request, "c")) is problem
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_the_command_while_a_store_does_not_answer(url):
+    with folder_server(Path(url)) as server, ThreadPoolExecutor(1) as pool:
+        server.behave = "stall"
+        command = [*COMMAND, "view", server.url, "--no-browser", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                client = Client(json.loads(process.stdout.readline())["link"])
+                waiting = pool.submit(client.get, "/step")
+                assert server.met.wait(30)
+            finally:
+                process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        assert isinstance(waiting.exception(30), OSError | HTTPException)

@@ -143,7 +143,7 @@ def _of_bytes(name: str, data: bytes, looks: Looks, others: Mapping[str, Any]) -
         return _with_boxes(name, shown, looks, others)
     if kind := media.media_type(data):
         macro = kind.partition("/")[0]
-        return Cell(macro, f"{kind}, {len(data):,} bytes", (Media(kind, lambda: data),))
+        return Cell(macro, f"{kind}, {len(data):,} bytes", (Media(kind, lambda: data, len(data)),))
     head = data[:BYTES_SHOWN]
     text = f"{head.hex(' ')}{' ...' if len(data) > len(head) else ''}"
     return Cell("bytes", f"{text} ({len(data):,} bytes)")

@@ -25,10 +25,11 @@ _IMAGES = ("JPEG", "PNG", "GIF", "WEBP", "BMP")  # that every browser shows
 
 
 class Media(NamedTuple):
-    """A file that a browser shows. `read` returns its bytes, which are made when it is asked for."""
+    """A file that a browser shows. `read` returns its bytes, which are made when it is asked for, of `nbytes` bytes."""
 
     type: str
     read: Callable[[], bytes]
+    nbytes: int
 
 
 class ImageSize(NamedTuple):
@@ -58,8 +59,8 @@ def image_size(data: bytes) -> ImageSize | None:
 def encoded_image(data: bytes, of: ImageSize) -> Media:
     """Return an encoded image as it is, or, if it is large or in a format that browsers lack, a smaller copy."""
     if of.format in _IMAGES and len(data) <= MOST_BYTES:
-        return Media(f"image/{of.format.lower()}", lambda: data)
-    return Media("image/png", lambda: _thumbnail(data))
+        return Media(f"image/{of.format.lower()}", lambda: data, len(data))
+    return Media("image/png", lambda: _thumbnail(data), len(data))
 
 
 def _thumbnail(data: bytes) -> bytes:
@@ -90,7 +91,7 @@ def pixels(values: NDArray[Any]) -> Media:
 
     uint8 as it is; others from their least to their largest value.
     """
-    return Media("image/png", lambda: _png_of(_to_bytes(values)))
+    return Media("image/png", lambda: _png_of(_to_bytes(values)), values.nbytes)
 
 
 def _to_bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
@@ -110,14 +111,16 @@ def value_range(values: NDArray[Any]) -> tuple[float, float]:
 def heat_map(values: NDArray[Any], limits: tuple[float, float] | None = None) -> Media:
     """Return an image of a 2-D array in colours from low to high; NaN and infinity are transparent.
 
-    `limits`: the values of the first and the last colour, by default the least and the largest.
+    `limits`: the values of the first and the last colour, by default the least and the largest. Of a large array, only
+    the elements that are shown are kept.
     """
-    return Media("image/png", lambda: _heat_png(values, limits))
+    steps = (max(1, -(-length // MOST_SIDE)) for length in values.shape)
+    thin = values[tuple(slice(None, None, step) for step in steps)].copy()
+    found = value_range(values) if limits is None else limits
+    return Media("image/png", lambda: _heat_png(thin, *found), thin.nbytes)
 
 
-def _heat_png(values: NDArray[Any], limits: tuple[float, float] | None) -> bytes:
-    thin = values[:: -(-values.shape[0] // MOST_SIDE) or 1, :: -(-values.shape[1] // MOST_SIDE) or 1]
-    low, high = value_range(values) if limits is None else limits
+def _heat_png(thin: NDArray[Any], low: float, high: float) -> bytes:
     position = (thin.astype(np.float64) - low) / ((high - low) or 1)
     finite = np.isfinite(position)
     places = np.linspace(0, 1, len(_COLOURS))

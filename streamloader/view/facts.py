@@ -75,13 +75,15 @@ def statistics(dataset: Dataset, name: str) -> Histogram:
         values = dataset.read(name, 0, count)
         return histogram(name, values, f"all {values.size:,} values (exact)", dataset.classes.get(name, ()))
     values = np.concatenate([np.asarray(part).reshape(-1) for part in _sampled(dataset, name, count)])
-    about = f"{values.size:,} values, of {SAMPLED} places of {count:,} samples (sampled)"
+    about = f"{values.size:,} values of {count:,} samples, at places that are spread evenly (sampled)"
     return histogram(name, values, about, dataset.classes.get(name, ()))
 
 
 def _sampled(dataset: Dataset, name: str, count: int) -> list[Any]:
-    chunk = dataset.manifest.fields[name].chunk
-    starts = np.unique(np.linspace(0, max(0, count - chunk), SAMPLED).astype(np.int64) // chunk * chunk)
+    layout = dataset.manifest.fields[name]
+    chunk, size = layout.chunk, layout.nbytes / max(1, dataset.manifest.num_samples)
+    places = min(SAMPLED, max(1, int(EXACT_BYTES / max(1.0, size * chunk))))
+    starts = np.unique(np.linspace(0, max(0, count - chunk), places).astype(np.int64) // chunk * chunk)
     return [dataset.read(name, int(start), min(count, int(start) + chunk)) for start in starts]
 
 

@@ -22,6 +22,7 @@ from streamloader.storage.url import redact
 
 FROM_STATE = "split", "version", "seed", "shuffle", "remainder"  # of a state of one dataset, which fix its order
 _REMEDY = "give a file that json.dump(dataset.state_dict(), file) or json.dump(dataset.describe(), file) wrote"
+MOST_EPOCHS = 1000  # of different lengths, whose steps are counted one by one
 DEFAULT_BATCH = 32  # of a dataset that is opened without a run
 
 
@@ -45,12 +46,12 @@ class RunOptions:
 
 
 class Place(NamedTuple):
-    """A step of a rank: `step` counts from the beginning of its epoch, and `total` from that of epoch 0."""
+    """A step of a rank: `step` counts from the beginning of its epoch, and `total` from that of epoch 0, if known."""
 
     epoch: int
     step: int
     rank: int
-    total: int
+    total: int | None
 
 
 def read_json(path: str, storage_options: Mapping[str, Any]) -> Any:
@@ -172,8 +173,8 @@ class Run:
         if epoch is None:
             epoch = 0
             while step >= (count := self.steps(epoch)):
-                if not count:
-                    raise UsageError(f"step {step}: the run has no steps", "give another run")
+                if not count or epoch > MOST_EPOCHS:
+                    raise UsageError(f"step {step} from the beginning of epoch 0", "give the epoch, and its step")
                 skipped = step // count if self._even else 1
                 epoch, step = epoch + skipped, step - skipped * count
         count = self.steps(epoch)
@@ -181,8 +182,10 @@ class Run:
             raise UsageError(f"step {step} of epoch {epoch}, which has {count} steps", f"give 0 to {count - 1}")
         if not 0 <= rank < self.size:
             raise UsageError(f"rank {rank} of {self.size}", f"give 0 to {self.size - 1}, or --world-size")
-        before = epoch * self.steps(0) if self._even else sum(map(self.steps, range(epoch)))
-        return Place(epoch, step, rank, step + before)
+        if self._even:
+            return Place(epoch, step, rank, step + epoch * self.steps(0))
+        known = epoch <= MOST_EPOCHS
+        return Place(epoch, step, rank, step + sum(map(self.steps, range(epoch))) if known else None)
 
     def batch(self, place: Place) -> dict[str, Any]:
         """Return the batch of a step as training got it."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from ipaddress import ip_address
-from typing import Any
+from traceback import format_exc
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from aiohttp import web
@@ -24,11 +27,13 @@ from streamloader.metrics import read_stats
 from streamloader.show.media import Media
 from streamloader.show.render import render
 from streamloader.storage.buffers import LRUCache
+from streamloader.storage.process import in_thread
 from streamloader.storage.url import redact
 from streamloader.view.run import Place
 from streamloader.view.viewer import PAGE, Viewer
 
-MEDIA_KEPT = 4096  # images and sounds that pages refer to; a page that is older gets 404 for them
+MEDIA_BYTES = 1 << 30  # of images and sounds that pages refer to; a page that is older gets 404 for them
+LEAST_MEDIA = 256  # that are kept however large they are
 HEADERS = {
     # what a page may load: its own files, and nothing from anywhere else
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -41,19 +46,21 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = {"page.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+logger = logging.getLogger(__name__)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 LOSSES_SHOWN = 60
 LIVE_SECONDS = 2.0  # between two looks at a running training, in the page
 
+Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Guard:
-    """Decides which requests are answered: see the module. `names`: the host names that the server has besides."""
+    """Decides which requests are answered: see the module. `host`: the address that the server listens on."""
 
     def __init__(self, host: str, token: str) -> None:
         self.token, self._any = token, _is_any(host)
-        self._hosts = {*LOCAL, host}
+        self._hosts = {*LOCAL, host} | ({socket.gethostname(), socket.getfqdn()} if self._any else set())
 
     def problem(self, request: web.Request, cookie: str) -> str:
         """Return why a request is refused, "" if it is not."""
@@ -93,12 +100,12 @@ class Server:
     def __init__(self, viewer: Viewer, host: str, port: int, token: str | None = None) -> None:
         self.viewer, self.host, self.port = viewer, host, port
         self.guard = Guard(host, token or secrets.token_urlsafe(24))
-        self._media = LRUCache[str, Media](MEDIA_KEPT)
+        self._media = LRUCache[str, Media](MEDIA_BYTES, LEAST_MEDIA)
         self._cookie = f"streamloader-{port}"  # browsers send cookies of one port to others too
 
     def address(self, path: str = "/", **query: Any) -> str:
         """Return the link that opens a page."""
-        host = "127.0.0.1" if _is_any(self.host) else self.host
+        host = socket.gethostname() if _is_any(self.host) else self.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}{path}?{urlencode({**query, 'token': self.guard.token})}"
 
@@ -144,11 +151,14 @@ class Server:
         except web.HTTPException as error:
             return web.Response(status=error.status, text=f"{error.reason}\n")
         except (StreamloaderError, IndexError) as error:
-            status = 400 if isinstance(error, UsageError | IndexError) else 502
-            text = redact(str(error))
-            return web.Response(
-                status=status, text=self._page("error", "Error", problem=text), content_type="text/html"
-            )
+            return self._failed(400 if isinstance(error, UsageError | IndexError) else 502, str(error))
+        except Exception as error:  # noqa: BLE001 - the border of a request: the page says it, and the log has the rest
+            logger.error("the page %s failed\n%s", request.path, format_exc())
+            return self._failed(500, f"{type(error).__name__}: {error}")
+
+    def _failed(self, status: int, problem: str) -> web.Response:
+        page = self._page("error", "Error", problem=redact(problem))
+        return web.Response(status=status, text=page, content_type="text/html")
 
     def _page(self, template: str, title: str, **values: Any) -> str:
         viewer = self.viewer
@@ -160,7 +170,7 @@ class Server:
 
     def _source(self, media: Media) -> str:
         key = secrets.token_urlsafe(12)
-        self._media.add(key, media, 1)
+        self._media.add(key, media, media.nbytes)
         return f"/media/{key}"
 
     async def _first(self, request: web.Request) -> web.StreamResponse:
@@ -170,7 +180,7 @@ class Server:
         media = self._media.get(request.match_info["key"])
         if media is None:
             raise web.HTTPNotFound(reason="reload the page")
-        body = await asyncio.to_thread(media.read)
+        body = await _thread(media.read)
         return _ranged(request, body, media.type)
 
     async def _send_static(self, request: web.Request) -> web.StreamResponse:
@@ -260,7 +270,8 @@ class Server:
     @cached_property
     def runner(self) -> web.AppRunner:
         """What runs the application."""
-        return web.AppRunner(self.application(), access_log=None)
+        # pages that wait for a store are given up, so that Ctrl-C ends the server at once
+        return web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.1)
 
     async def start(self) -> None:
         """Listen. Sets `port` to the one that the system chose if it was 0. Raises `UsageError` if it is taken."""
@@ -282,9 +293,14 @@ class Server:
         self.viewer.close()
 
 
+def _thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Do work in a thread of its own, which the end of the process does not wait for, as it does for the loop's."""
+    return asyncio.wrap_future(in_thread(work))
+
+
 def _in_thread(page: Callable[[web.Request], str]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=await asyncio.to_thread(page, request), content_type="text/html")
+        return web.Response(text=await _thread(partial(page, request)), content_type="text/html")
 
     return handle
 
