@@ -1,5 +1,6 @@
 """Compiles the C extensions. All else is in pyproject.toml, whose own table of extensions is still experimental."""
 
+import os
 import sysconfig
 
 from setuptools import Extension, setup
@@ -16,6 +17,7 @@ setup(
             [path],
             py_limited_api=ABI3,
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
+            extra_compile_args=[] if os.name == "nt" else ["-g0"],  # else it names the folder that it was built in
             optional=True,
         )
         for path in SOURCES
