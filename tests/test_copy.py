@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,15 @@ from zarr_stores import PLAIN, url_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.format import opening
 from streamloader.maintenance.cleanup import find_incomplete
-from streamloader.maintenance.copy import copy
+from streamloader.maintenance.copy import _earlier, copy
 from streamloader.maintenance.listing import list_datasets
 from streamloader.storage import open_store
 from streamloader.testing import Fault, FaultProxy
 
 GOLDEN = Path(__file__).parent.parent / "formats/streamloader/v1/golden"
+BAD = GOLDEN.with_name("bad")
 NOTES = ("parts/", "receipts/", "quarantine", "conversion.json")  # what conversions leave, and a copy does not have
 
 
@@ -123,7 +126,49 @@ def test_a_plain_web_server_that_lists_nothing_is_a_source(data, tmp_path):
     assert contents(tmp_path / "out") == objects(data)
 
 
+def test_shards_of_several_pieces_are_copied_and_those_that_are_cut_off_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamloader.maintenance.copy.PIECE_BYTES", 100)
+    plain(tmp_path / "data")
+    copy(tmp_path / "data", tmp_path / "out")
+    assert contents(tmp_path / "out") == objects(tmp_path / "data")
+    shard = tmp_path / "data/x/c/1/0"
+    for size in (468, 300, 99, 0):
+        shard.write_bytes(shard.read_bytes()[:size])
+        with pytest.raises(errors.CorruptError, match=f"/x/c/1/0 has {size} bytes, its chunks and index have"):
+            copy(tmp_path / "data", tmp_path / f"out{size}")
+        never_opens(tmp_path / f"out{size}")
+
+
 # --- damage
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("name", sorted(path.name for path in BAD.iterdir() if path.is_dir()))
+def test_a_dataset_that_readers_refuse_is_an_error_or_stays_what_it_is(name, tmp_path):
+    """Some are bad for other reasons than their bytes; what follows from the manifest is repaired."""
+    try:
+        copy(BAD / name, tmp_path / "out")
+    except errors.StreamloaderError:
+        with pytest.raises(errors.StreamloaderError):
+            sl.open(tmp_path / "out")
+    else:
+        assert sl.open(tmp_path / "out").manifest == sl.open(BAD / name).manifest
+
+
+def test_a_manifest_of_another_dataset_is_no_earlier_version(tmp_path):
+    versions(tmp_path / "data")
+    written(tmp_path / "huge", {"n": "int64"}, {"n": np.arange(10_000)})
+    manifest = sl.open(tmp_path / "huge").manifest.to_json()
+    (tmp_path / "data/_streamloader/chunks/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(errors.FormatError, match="is not of an earlier version"):
+        copy(tmp_path / "data", tmp_path / "out")
+
+
+def test_versions_that_nobody_kept_are_not_looked_for_one_by_one(tmp_path):
+    plain(tmp_path / "data")
+    opened = opening.open_root(open_store(tmp_path / "data"))
+    later = opened._replace(manifest=replace(opened.manifest, generation=1 << 60))
+    assert _earlier(later) == []
 
 
 def test_bits_that_flip_on_the_way_are_read_again(moto, tmp_path):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import crc32c
@@ -39,13 +38,13 @@ from streamloader.errors import (
 from streamloader.format import codecs, opening, publish, tables
 from streamloader.format.codecs import CRC_BYTES
 from streamloader.format.deleted import read_remaining
-from streamloader.format.manifest import Manifest, deleted_path, manifest_path, parse_json
+from streamloader.format.manifest import MAX_CHUNK_BYTES, Manifest, deleted_path, manifest_path, parse_json
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.opening import COPY, JOB, RECEIPTS, ROOT, STATISTICS, Opened
 from streamloader.maintenance.verify import difference
 from streamloader.options import MIB
 from streamloader.storage import ObjectInfo, Store, open_store
-from streamloader.storage.buffers import Allocate, Buffer
+from streamloader.storage.buffers import Allocate, Buffer, empty_buffer
 from streamloader.storage.objects import join_path
 from streamloader.storage.process import Quota, run_all
 from streamloader.storage.store import reads
@@ -56,6 +55,8 @@ MEMORY = 256 * MIB  # of the shards that are copied at the same time, unless one
 PIECE_BYTES = 16 * MIB  # of a shard that one request reads
 ROUNDS = 3  # of copying again what others delete or overwrite at the destination
 CLAIM_SECONDS = 5.0  # between two checks that no other run copies to the destination
+VERSIONS = 256  # earlier ones that are looked for at once; if none is there, there are no others
+SMALL_BYTES = 4 * MIB  # of one request; most objects but shards have less
 RECEIPT_SHARDS = 64  # of one receipt
 RECEIPT_SECONDS = 5.0  # after which one is written for fewer
 _DAMAGED = "restore the object, or convert the dataset again"
@@ -151,24 +152,34 @@ class _Shard:
 
         Raises `MissingObjectError` and `CorruptError`.
         """
-        data, where = memoryview(bytearray(stop)), f"{store.url}/{self.path}"
+        where = f"{store.url}/{self.path}"
         try:
-            for start in range(0, stop, PIECE_BYTES):
+            size = stop if stop <= PIECE_BYTES else self._size(store)  # a damaged table may state any
+            data = empty_buffer(min(stop, size))
+            for start in range(0, len(data), PIECE_BYTES):
                 piece = store.read(self.path, start, min(start + PIECE_BYTES, stop), _part(data, start))
-                if len(piece) != min(PIECE_BYTES, stop - start):
-                    problem = f"{where} has {start + len(piece)} bytes, its chunks and index have {self.size}"
-                    raise CorruptError(problem, _DAMAGED)
                 if piece.obj is not data.obj:  # of a client that allocates by itself
                     data[start : start + len(piece)] = piece
+                if len(piece) < min(PIECE_BYTES, stop - start):
+                    size = start + len(piece)
+                    break
         except NotFoundError as error:
             problem = f"{where} is missing, but the manifest lists it"
             raise MissingObjectError(problem, _DAMAGED) from error
+        if size < stop:
+            raise CorruptError(f"{where} has {size} bytes, its chunks and index have {self.size}", _DAMAGED)
         for first, end, crc in self.ranges:
             computed, stored = crc32c.crc32c(data[first : end - CRC_BYTES]), data[end - CRC_BYTES : end]
             if not computed == int.from_bytes(stored, "little") == crc:
                 problem = f"the chunk at byte {first} of {where} is damaged: its crc32c is {computed:08x}"
                 raise CorruptError(f"{problem}, the chunk table has {crc:08x}", _DAMAGED)
         return data
+
+    def _size(self, store: Store) -> int:
+        info = store.head(self.path)
+        if info is None:
+            raise NotFoundError(f"{store.url}/{self.path} does not exist")
+        return info.size
 
     def is_at(self, store: Store) -> bool:
         """Return whether a store has the object, by reading it."""
@@ -257,7 +268,7 @@ class _Dataset:
         yield f"{ARRAYS}/{ROOT}"
         for array in read_group(self.store.child(ARRAYS), names).arrays.values():
             yield join_path(ARRAYS, join_path(array.path, ROOT))
-            yield from (f"{ARRAYS}/{array.object_key(place)}" for place in product(*map(range, array.grid)))
+            yield join_path(ARRAYS, array.object_key((0,) * len(array.shape)))  # each is one chunk
 
 
 def _read(source: Store, target: Store) -> tuple[bytes, tuple[_Dataset, ...]]:
@@ -274,15 +285,29 @@ def _read(source: Store, target: Store) -> tuple[bytes, tuple[_Dataset, ...]]:
 
 
 def _earlier(opened: Opened) -> list[Manifest]:
-    """Return the manifests of earlier versions that were kept, the newest first."""
+    """Return the manifests of earlier versions that were kept, the newest first.
+
+    Raises `FormatError` if one has more samples or other shards than the last, which bounds what is copied.
+    """
 
     def read(number: int) -> Manifest | None:
         with suppress(UsageError):
             return opening.read_version(opened, number)
         return None
 
-    found = run_all(read, range(opened.manifest.generation - 1, 0, -1), THREADS)
-    return [manifest for manifest in found if manifest is not None]
+    last, found = opened.manifest, list[Manifest]()
+    for stop in range(last.generation, 1, -VERSIONS):  # who erases samples removes all earlier ones
+        batch = [each for each in run_all(read, range(stop - 1, max(0, stop - 1 - VERSIONS), -1), THREADS) if each]
+        found += batch
+        if not batch:
+            break
+    for each in found:
+        shards = {name: (layout.chunk, layout.shard) for name, layout in each.fields.items()}
+        same = {name: (last.fields[name].chunk, last.fields[name].shard) for name in shards if name in last.fields}
+        if each.num_samples and (each.num_samples > last.num_samples or shards != same):
+            path = manifest_path(each.generation)
+            raise FormatError(f"{opened.store.url}/{path} is not of an earlier version of the dataset", "delete it")
+    return found
 
 
 def _settled(store: Store, path: str, read: Callable[[str], bytes]) -> bytes:
@@ -392,7 +417,7 @@ class _Copy:
 
     def _tasks(self) -> Iterator[tuple[str, Task]]:
         """Yield the path of each object but the root documents, and the function that copies it."""
-        yield STATISTICS, self._object_task(STATISTICS, partial(_read_object, self.source, STATISTICS, required=False))
+        yield STATISTICS, self._object_task(STATISTICS, partial(self._read_object, self.source, STATISTICS, False))
         for dataset in self.datasets:
             for path, document in dataset.documents().items():
                 if path != ROOT:
@@ -400,7 +425,7 @@ class _Copy:
                     yield below, self._object_task(below, partial(_read_document, dataset.store, path, document))
             for path, required in dataset.others():
                 below = join_path(dataset.split, path)
-                yield below, self._object_task(below, partial(_read_object, dataset.store, path, required=required))
+                yield below, self._object_task(below, partial(self._read_object, dataset.store, path, required))
             for name, layout in dataset.manifest.fields.items():
                 for number in range(layout.num_shards(dataset.manifest.num_samples)):
                     below = join_path(dataset.split, layout.shard_key(name, number))
@@ -429,6 +454,27 @@ class _Copy:
         if info is None or written is None:
             return False
         return info.size == written.size and len({info.etag, written.etag, ""}) <= 2
+
+    def _read_object(self, store: Store, path: str, required: bool) -> bytes | None:
+        """Return the content of an object, None if it does not exist and is not required."""
+        try:
+            return _settled(store, path, partial(self._get, store))
+        except NotFoundError as error:
+            if not required:
+                return None
+            raise MissingObjectError(f"{store.url}/{path} is missing", _DAMAGED) from error
+
+    def _get(self, store: Store, path: str) -> bytes:
+        data = store.get_range(path, 0, SMALL_BYTES)
+        if len(data) < SMALL_BYTES:
+            return data
+        with self.quota.reserved(MEMORY):  # one at a time
+            data = store.get_range(path, 0, MAX_CHUNK_BYTES + 1)
+        if len(data) > MAX_CHUNK_BYTES:
+            raise CorruptError(
+                f"{store.url}/{path} has over {MAX_CHUNK_BYTES} bytes, the limit of the format", _DAMAGED
+            )
+        return data
 
     def _copy_object(self, path: str, read: Callable[[], bytes | None], found: ObjectInfo | None) -> None:
         data = read()
@@ -491,16 +537,6 @@ def _check_tables(store: Store, manifest: Manifest) -> None:
     for name in manifest.lengths:
         tables.LengthTable(store, manifest, name).page_digests()
     read_remaining(store, manifest)
-
-
-def _read_object(store: Store, path: str, *, required: bool) -> bytes | None:
-    """Return the content of an object, None if it does not exist and is not required."""
-    try:
-        return _settled(store, path, store.get)
-    except NotFoundError as error:
-        if not required:
-            return None
-        raise MissingObjectError(f"{store.url}/{path} is missing", _DAMAGED) from error
 
 
 def _read_document(store: Store, path: str, document: Mapping[str, Any]) -> bytes:
