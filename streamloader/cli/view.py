@@ -14,7 +14,6 @@ from streamloader.cli import options as shared
 from streamloader.cli.measure import parse_clips, parse_image_size, parse_packs
 from streamloader.cli.options import option
 from streamloader.errors import UsageError
-from streamloader.storage.optional import need
 
 if TYPE_CHECKING:
     from streamloader.view.server import Server
@@ -56,6 +55,8 @@ def view(*, host: str, port: int, no_browser: bool, as_json: bool, **options: An
     Opens on the batch of a step of a rank, with the crops, packing and masks that training had. This process reads the
     data, with your credentials, and serves the pages on this machine; the printed link has the token that they need.
     """
+    from streamloader.storage.optional import need  # takes 0.25 s to import, which --help does not need
+
     need("aiohttp", "'streamloader[view]'")
     from streamloader.view.server import Server
     from streamloader.view.viewer import Viewer
