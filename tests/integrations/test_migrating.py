@@ -49,7 +49,8 @@ def test_a_page_names_the_version_that_it_was_run_with(page):
 def reader(photos, tmp_path_factory):  # noqa: F811 - the fixture
     """A reader with local folders only."""
     folder = tmp_path_factory.mktemp("reader")
-    caches = {"DATA_OPTIMIZER_CACHE_FOLDER": str(folder / "optimize"), "HF_HOME": str(folder / "hub")}
+    names = "DATA_OPTIMIZER_CACHE_FOLDER", "DATA_OPTIMIZER_DATA_CACHE_FOLDER", "HF_HOME"
+    caches = {name: str(folder / name.lower()) for name in names}
     return Reader(photos, folder, {**caches, "HF_HUB_OFFLINE": "1"})
 
 
