@@ -6,23 +6,27 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from amounts import examples
 from datasets import within
 from folder_server import folder_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import Gauge, InMemoryMetricReader, Sum
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as RegisteredCollector
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,6 +37,8 @@ from torchrun import environment, run_python
 import streamloader as sl
 from streamloader.errors import EndpointError, FormatError, NotFoundError, UsageError
 from streamloader.metrics import METRICS, read_stats
+from streamloader.metrics.exporters import Collector
+from streamloader.metrics.files import _of_metrics, _parsed
 from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
@@ -77,6 +83,17 @@ class Failing(sl.NumpyDataset):
 
     def stats(self) -> Stats:
         raise KeyError("of the user")
+
+
+class Fixed:
+    """A dataset whose statistics are given."""
+
+    def stats(self) -> Stats:
+        return Stats(batches=3, samples=48, seconds=2.0, wait_seconds=1.5, url="s3://bucket/data", step=2, epoch=0)
+
+
+FIXED: Any = Fixed()
+SCRAPED = generate_latest(Collector(FIXED))  # type: ignore[arg-type]
 
 
 # ---- what `stats()` says of this moment
@@ -290,6 +307,12 @@ def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(url):
 def test_what_has_no_stats_is_refused(given):
     with pytest.raises(UsageError, match=r"has no stats\(\)|datasets="):
         sl.metrics.Collector(given)
+
+
+def test_metrics_import_no_optional_package_before_they_are_used():
+    code = "import sys, streamloader as sl; sl.metrics.serve; print(*set(sys.argv) & set(sys.modules))"
+    rare = "torch", "fsspec", "prometheus_client", "opentelemetry", "wandb", "tensorboard"
+    assert run_python("-c", code, *rare).stdout == "\n"
 
 
 @pytest.mark.parametrize(("package", "call"), [("prometheus_client", "serve"), ("opentelemetry", "observe")])
@@ -535,6 +558,15 @@ def test_wandb_gets_no_rows_of_its_own(url):
     assert set(run.rows[3]) == names
 
 
+def test_a_copy_for_another_process_writes_nothing_and_says_so(caplog):
+    written = Written()
+    log = pickle.loads(pickle.dumps(sl.metrics.TensorBoard(written, every=1)))
+    for step in range(3):
+        log(BatchReport(0, step, 1, 0.0, 1.0))
+    assert [record.getMessage()[:26] for record in caplog.records] == ["TensorBoard logs nothing in"[:26]]
+    assert not written.scalars
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 @pytest.mark.parametrize("kind", [sl.metrics.TensorBoard, sl.metrics.WandB])
 def test_every_is_a_whole_number(kind, every):
@@ -626,6 +658,35 @@ def test_what_is_no_file_of_statistics_is_an_error(tmp_path, content):
     (tmp_path / "rank-00000.json").write_bytes(content)
     with within(1 << 22), pytest.raises(FormatError, match=r"rank-00000.json has no statistics of a run"):
         read_stats(tmp_path)
+
+
+NAMES = st.sampled_from([*Stats.__dataclass_fields__, "time", "closed"]) | st.text()
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=3),
+)
+
+
+@settings(max_examples=examples(200))
+@given(st.dictionaries(NAMES, JSON) | JSON)
+def test_any_document_gives_statistics_or_an_error_that_says_why(document):
+    with suppress(FormatError):
+        found = _parsed(json.dumps(document).encode(), "here")
+        assert str(found.stats)
+        assert isinstance(found.time, int | float)
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_any_text_of_metrics_gives_statistics_or_an_error_that_says_why(data):
+    first, stop = sorted(data.draw(st.tuples(*2 * [st.integers(0, len(SCRAPED))])))
+    stop = min(stop, first + data.draw(st.integers(0, 40)))
+    other = data.draw(
+        st.binary(max_size=20) | st.text().map(str.encode) | st.sampled_from([b"1e999", b"NaN", b"-3", b"}"])
+    )
+    with suppress(FormatError):
+        for found in _of_metrics(SCRAPED[:first] + other + SCRAPED[stop:], "here"):
+            assert str(found.stats)
 
 
 def test_values_that_a_later_version_adds_are_ignored(tmp_path):

@@ -41,7 +41,7 @@ class _Log:
         self._samples = self._wait_seconds = self._seconds = 0.0
 
     def __call__(self, report: BatchReport) -> None:
-        if not self._owner.here:
+        if self._writer is None or not self._owner.here:
             self._warn()
             return
         self._batches += 1
@@ -65,7 +65,7 @@ class _Log:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            text = "%s logs nothing in DataLoader workers; give num_workers= to the dataset, not to DataLoader"
+            text = "%s logs nothing in DataLoader workers and other copies; give num_workers= to the dataset"
             logging.getLogger("streamloader").warning(text, type(self).__name__)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -43,10 +44,11 @@ class RankStats:
 class StatsFile:
     """Writes the statistics of a dataset to a file of its rank, `rank-00000.json`, in a folder. A context manager.
 
-    `url`: the folder, a path or a URL; all ranks may share it. `seconds`: between two writes. Each replaces the file as
-    a whole: one JSON object with the fields of `Stats`, `limit`, `verdict`, `time` and `closed`. A daemon thread writes
-    it, until the dataset is deleted, or by `close()`, which writes the last values. A failure is logged once. A forked
-    process writes nothing. A DataLoader worker may have a `StatsFile` of its own dataset: `rank-00000-worker-1.json`.
+    `url`: the folder, a path or a URL, which all ranks may share, but not two datasets. `seconds`: between two writes.
+    Each replaces the file as a whole: one JSON object with the fields of `Stats`, `limit`, `verdict`, `time` and
+    `closed`. A daemon thread writes it until the dataset is deleted, or until `close()`, which writes the last values.
+    A failure is logged once. A forked process writes nothing. A DataLoader worker may have a `StatsFile` of its own
+    dataset: `rank-00000-worker-1.json`.
 
     Raises `UsageError` for an invalid argument.
     """
@@ -114,10 +116,10 @@ def read_stats(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     if text.lower().startswith(("http://", "https://")):
         found = _scraped(text)
     else:
-        folder, _, name = text.rpartition("/") if text.endswith(".json") else (text, "", "")
-        store = open_store(folder or ("/" if name and text.startswith("/") else "."), storage_options)
+        name = re.split(r"[/\\]", text)[-1] if text.endswith(".json") else ""
+        store = open_store(text.removesuffix(name) or ".", storage_options)
         names = [name] if name else [each.path for each in store.list() if _is_ours(each.path)]
-        found = [_parsed(store, each) for each in names]
+        found = [_parsed(store.get_range(each, 0, MOST_BYTES), f"{store.url}/{each}") for each in names]
     if not found:
         remedy = "give the folder of sl.metrics.StatsFile, or the address of sl.metrics.serve, of a run that has begun"
         raise NotFoundError(f"{redact(text)} has no statistics of a run", remedy)
@@ -130,9 +132,9 @@ def _is_ours(path: str) -> bool:
     return path.startswith("rank-") and path.endswith(".json") and "/" not in path
 
 
-def _parsed(store: Store, name: str) -> RankStats:
+def _parsed(document: bytes, where: str) -> RankStats:
     try:
-        values = json.loads(store.get_range(name, 0, MOST_BYTES))
+        values = json.loads(document)
         stats = {key: value for key, value in values.items() if key in _KINDS}
         kinds = {**_KINDS, "time": float, "closed": bool}
         for key, kind in kinds.items():
@@ -141,20 +143,25 @@ def _parsed(store: Store, name: str) -> RankStats:
                 raise ValueError(f"{key} is {given!r:.60}")
         return RankStats(Stats(**stats), values["time"], closed=values.get("closed", False))
     except (ValueError, AttributeError, KeyError, RecursionError) as error:
-        problem = f"{store.url}/{name} has no statistics of a run: {type(error).__name__}: {message(error):.200}"
+        problem = f"{where} has no statistics of a run: {type(error).__name__}: {message(error):.200}"
         raise FormatError(problem, "give a file that sl.metrics.StatsFile has written") from None
 
 
 def _scraped(url: str) -> list[RankStats]:
-    parse = need("prometheus_client.parser", PROMETHEUS).text_string_to_metric_families
-    by_name, now = {metric.prometheus: metric for metric in METRICS}, time.time()
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
     try:
         with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=HTTP_SECONDS) as response:
             text = response.read(MOST_BYTES)
     except (OSError, HTTPException, ValueError) as error:
         problem = f"{redact(url)} cannot be read: {redact(message(error))}"
         raise EndpointError(problem, "give the address of sl.metrics.serve of a process that runs") from None
+    return _of_metrics(text, redact(url))
+
+
+def _of_metrics(text: bytes, url: str) -> list[RankStats]:
+    """Return the statistics of the ranks whose metrics are in a text of Prometheus."""
+    parse = need("prometheus_client.parser", PROMETHEUS).text_string_to_metric_families
+    by_name, now = {metric.prometheus: metric for metric in METRICS}, time.time()
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     try:
         for sample in (each for family in parse(text.decode()) for each in family.samples):
             if (metric := by_name.get(sample.name)) is not None:
@@ -163,7 +170,7 @@ def _scraped(url: str) -> list[RankStats]:
                 values = found.setdefault(key, {"rank": int(labels["rank"]), "world_size": int(labels["world_size"])})
                 values |= _values(metric, sample.value, labels)
     except (ValueError, OverflowError, KeyError) as error:
-        problem = f"{redact(url)} does not serve metrics: {type(error).__name__}: {message(error):.200}"
+        problem = f"{url} does not serve metrics: {type(error).__name__}: {message(error):.200}"
         raise FormatError(problem, "give the address of sl.metrics.serve") from None
     return [RankStats(Stats(**values), now, key[0]) for key, values in found.items()]
 
