@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -134,11 +135,30 @@ def test_a_rank_whose_transform_is_late_has_no_batch_ready(url):
     thread = threading.Thread(target=lambda: next(iter(ds)))
     thread.start()
     try:
-        until(lambda: ds._engine().core is not None and len(ds._engine().core._assembled) == 2)
+        until(lambda: ds._cached_engine and ds._cached_engine.core and len(ds._cached_engine.core._assembled) == 2)
         assert (ds.stats().ready_batches, ds.stats().ready_batches_limit) == (0, 2)
     finally:
         transform.permits.release(10 * N)
         thread.join()
+
+
+def test_a_rank_whose_store_is_late_has_no_block_ready(url):
+    with folder_server(Path(url)) as server:
+        server.behave = "stall"
+        ds = dataset(server.url, fields=["x"])
+        batches: list[Any] = []
+        thread = threading.Thread(target=lambda: batches.append(iter(ds)) or next(batches[0]))
+        thread.start()
+        try:
+            assert server.met.wait(60)
+            until(lambda: ds.stats().ready_blocks_limit)
+            assert (ds.stats().ready_blocks, ds.stats().ready_batches) == (0, 0)
+        finally:
+            server.behave = ""
+            server.released.set()
+            thread.join()
+        until(lambda: ds.stats().ready_blocks > 0)
+        ds.close()
 
 
 def test_stats_name_the_rank_its_data_and_the_step_of_the_last_batch(url):
@@ -483,16 +503,17 @@ def write_stats(folder: Path) -> Callable[[int], None]:
 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers")
 def test_dataloader_workers_write_files_of_their_own_and_log_nothing(url, tmp_path, caplog):
-    written = Written()
-    log = sl.metrics.TensorBoard(written, every=1)
+    folder, written = tmp_path / "stats", tmp_path / "written"  # which a process that writes would leave
+    writer: Any = SimpleNamespace(add_scalar=lambda *_: written.touch())
+    log = sl.metrics.TensorBoard(writer, every=1)
     ds = sl.StreamingDataset(url, batch_size=16, on_batch=log, world=(0, 1))
     fork = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
-    loader = DataLoader(ds, batch_size=None, worker_init_fn=write_stats(tmp_path), **fork)
+    loader = DataLoader(ds, batch_size=None, worker_init_fn=write_stats(folder), **fork)
     assert len(list(loader)) == 44
-    until(lambda: sum(each.stats.samples for each in read_stats(tmp_path)) == 704)
-    assert [(each.stats.rank, each.stats.worker) for each in read_stats(tmp_path)] == [(0, 0), (0, 1)]
+    until(lambda: sum(each.stats.samples for each in read_stats(folder)) == 704)
+    assert [(each.stats.rank, each.stats.worker) for each in read_stats(folder)] == [(0, 0), (0, 1)]
     assert ds.stats().samples == 0
-    assert not written.scalars
+    assert not written.exists()
     del loader
 
 
