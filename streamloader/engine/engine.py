@@ -721,8 +721,8 @@ class Assembler:
 
     def _admit_next(self) -> None:
         ref = self._waiting.popleft()
-        self._ahead += 1
         self._fetcher.load(ref)
+        self._ahead += 1  # after it, so that `current` does not take it for loaded
 
     def _load(self, plan: BatchPlan) -> tuple[int, StreamloaderError | None]:
         """Wait until all new blocks of a plan are loaded; return the first error, with the ticket of its block."""
