@@ -109,8 +109,9 @@ def test_help_and_version_are_quick_and_load_little():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
     assert "convert" in done.stdout and "inspect" in done.stdout
-    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("streamloader, version ")
+    for command in (COMMAND, [sys.executable, "-m", "streamloader"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("streamloader, version ")
 
 
 def test_options_are_read_as_json_or_text():

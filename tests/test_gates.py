@@ -57,6 +57,7 @@ ALLOWED = {
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
     "view": BASE | {"storage", "format", "zarr", "maintenance", "loader", "measure", "metrics", "show"},
     "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure", "view"},
+    "__main__": {"cli"},
     "demo": BASE,
     "testing": BASE | {"storage"},  # no module imports it
     "__init__": BASE | {"show", "format", "conversion", "maintenance", "loader", "metrics", "pytorch"},

@@ -24,7 +24,7 @@ import streamloader as sl
 IMAGE, LABELS, OVERVIEW = "0", "labels/nuclei/0", "2"  # arrays of the store
 TRAIN, TEST = slice(0, 12), slice(12, 14)  # frames
 SIZE, MARGIN = 64, 16  # of a patch, in pixels
-EPOCHS = 6
+EPOCHS = 8
 SAVE_STEPS = 25  # use thousands in a real run
 
 

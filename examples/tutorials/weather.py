@@ -9,6 +9,7 @@ with seasons and days. The page docs/tutorials/weather.md explains each part.
 import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -108,9 +109,9 @@ def main() -> None:
     except FileNotFoundError:
         store = make(url)
     statistics = arguments.out / "statistics.json"
-    channels = ",".join(STATE + FIXED)
-    command = ["streamloader", "stats", url, "--sample-axis", "time", "--channels", channels]
-    subprocess.run([*command, "--where", "2001-01:2002-12", "--output", statistics], check=True)
+    command = [sys.executable, "-m", "streamloader", "stats", url, "--sample-axis", "time"]
+    command += ["--channels", ",".join(STATE + FIXED), "--where", "2001-01:2002-12"]
+    subprocess.run([*command, "--output", statistics], check=True)
     kelvin = json.loads(statistics.read_text())["statistics"]["t2m"]["std"]
 
     samples = {

@@ -123,7 +123,7 @@ def test_a_tutorial_trains_from_a_bucket(script, moto: S3Server, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("command", "step", "epochs"), [("photographs.py --epochs 5", 90, 5), ("microscopy.py --url {url}", 30, 6)]
+    ("command", "step", "epochs"), [("photographs.py --epochs 5", 90, 5), ("microscopy.py --url {url}", 30, 8)]
 )
 def test_the_losses_of_a_killed_run_are_those_of_one_that_was_not_killed(command, step, epochs, moto, tmp_path):
     command = "python examples/tutorials/" + command.format(url=moto.url("nuclei.zarr"))
