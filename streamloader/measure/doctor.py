@@ -56,7 +56,7 @@ LEAST_MEMORY = GIB
 TESTED = ((3, 11), (3, 13))  # versions of Python
 # no retries: what fails now is what is reported
 QUICK = RetryPolicy(outage_seconds=0.0, request_seconds=0.0, first_contact_attempts=1, response_seconds=5.0)
-REQUIRED = ("torch", "numpy", "zarr", "numcodecs", "fsspec", "botocore", "s3fs", "obstore", "crc32c", "pillow")
+REQUIRED = ("torch", "numpy", "numcodecs", "fsspec", "botocore", "crc32c", "pillow")
 # module, package, and the feature that needs it
 OPTIONAL = (
     ("simplejpeg", "simplejpeg", "JPEGs decoded four times as fast"),
@@ -68,7 +68,10 @@ OPTIONAL = (
     ("zstandard", "zstandard", "sources compressed by zstd"),
     ("gcsfs", "gcsfs", "gs:// URLs"),
     ("adlfs", "adlfs", "az:// URLs"),
-    ("aiohttp", "aiohttp", "https:// URLs"),
+    ("aiohttp", "aiohttp", "https:// URLs and streamloader view"),
+    ("obstore", "obstore", "fast reads of gs://, az:// and https:// URLs"),
+    ("s3fs", "s3fs", "chained URLs of S3"),
+    ("zarr", "zarr", "Zarr of structures or complex numbers in conversions"),
     ("icechunk", "icechunk", "Icechunk repositories"),
     ("xarray", "xarray", "to_xarray()"),
     ("dask", "dask", "to_dask()"),
@@ -223,10 +226,10 @@ def memory_available(proc: str = "/proc/meminfo", group: str = "/sys/fs/cgroup")
 
 
 def _open_files() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return None
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
