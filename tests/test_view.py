@@ -162,6 +162,17 @@ def test_statistics_are_those_of_all_values_or_say_that_they_are_sampled(client,
     assert "(sampled)" in client.get("/statistics?field=tokens").text
 
 
+def test_statistics_that_were_saved_in_the_dataset_are_shown_too(tmp_path, capsys):
+    values = np.random.default_rng(0).normal(3, 2, (500, 4)).astype(np.float32)
+    np.save(tmp_path / "x.npy", values)
+    sl.convert(tmp_path / "x.npy", tmp_path / "d", workers=0)
+    assert run(capsys, "stats", tmp_path / "d", "--save")[0] == 0
+    with serving(ViewOptions(RunOptions(str(tmp_path / "d")))) as client:
+        (field,) = sl.open(tmp_path / "d").fields
+        text = client.get(f"/statistics?field={field}").text
+    assert re.search(rf"<dt>saved mean</dt><dd>{values.astype(np.float64).mean():.6g}<", text)
+
+
 def test_the_order_names_the_blocks_of_each_step(client, url):
     loader = sl.NumpyDataset(url, batch_size=6, seed=3, world=(0, 2), num_workers=0)
     block = loader._start.sources[0].params.block

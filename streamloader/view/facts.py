@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,14 @@ def histogram(name: str, values: NDArray[Any], of: str, classes: Sequence[str] =
     bars = _bars(values, classes)
     ends = (bars[0][0], bars[-1][0]) if classes else (f"{wide.min():.6g}", f"{wide.max():.6g}")
     return Histogram(name, of, bars, ends, tuple(shown))
+
+
+def with_saved(found: Histogram, saved: Mapping[str, Any]) -> Histogram:
+    """Return a histogram with the exact statistics of its field that were saved in the dataset, if there are any."""
+    of = saved.get(found.field)
+    values = of.items() if isinstance(of, Mapping) else ()
+    shown = tuple((f"saved {name}", f"{value:.6g}") for name, value in values if isinstance(value, int | float))
+    return replace(found, numbers=found.numbers + shown)
 
 
 def _bars(values: NDArray[Any], classes: Sequence[str]) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.errors import FormatError, StreamloaderError, UsageError
+from streamloader.errors import FormatError, StorageError, StreamloaderError, UsageError
 from streamloader.format.dataset import Dataset
 from streamloader.format.dataset import open as open_dataset
 from streamloader.loader.arguments import Source, leftmost
@@ -20,11 +20,13 @@ from streamloader.loader.showing import looks_of
 from streamloader.measure.forecast import Forecast, ForecastOptions, forecast
 from streamloader.options import Join, Sampling, Shuffle
 from streamloader.show.cells import Looks, Row, rows_of
+from streamloader.storage import open_store, references_url
 from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
 from streamloader.view import facts, overview
 from streamloader.view.losses import Losses, read_losses
 from streamloader.view.run import Place, Run, RunOptions
+from streamloader.zarr.sampling import read_normalization
 
 PAGE = 60  # samples of a page
 OPENED = 4  # selections of which the loader is kept
@@ -185,9 +187,19 @@ class Viewer:
         if name not in self.run.loader.fields:
             raise UsageError(f"field {name!r:.60}", f"choose one of {', '.join(self.run.loader.fields)}")
         if self.dataset is not None and name in self.dataset.fields:
-            return facts.statistics(self.dataset, name)
-        stored = self.stored(None, None)
-        return facts.sampled_statistics(stored.loader, name)
+            found = facts.statistics(self.dataset, name)
+        else:
+            found = facts.sampled_statistics(self.stored(None, None).loader, name)
+        return facts.with_saved(found, self.saved)
+
+    @cached_property
+    def saved(self) -> Mapping[str, Any]:
+        """What `streamloader stats --save` has saved in the dataset, by field; empty if there is nothing."""
+        url: Any = self.source.url  # of no join: it is the leftmost source
+        store = open_store(references_url(url), self.source.storage_options)
+        with suppress(UsageError, FormatError, StorageError):
+            return read_normalization(store, True)
+        return {}
 
     def order(self, place: Place) -> dict[str, Any]:
         """Return the blocks of the samples of the steps from one on, and what they are cut from."""
