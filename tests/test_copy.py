@@ -285,6 +285,35 @@ def test_a_killed_process_leaves_nothing_that_opens_and_the_same_command_resumes
     assert report["objects"] + report["kept_objects"] == len(objects(tmp_path / "data"))
 
 
+def interrupted_copy(folder, monkeypatch):
+    """Copy all but some objects; return the paths of the shards that are there."""
+    with monkeypatch.context() as patch, suppress(Stop):
+        patch.setattr("streamloader.maintenance.copy.THREADS", 1)
+        dying(patch, len(objects(folder / "data")) - 10)
+        copy(folder / "data", folder / "out")
+    return [path for path in (folder / "out").glob("*/c/**/*") if path.is_file() and "_streamloader" not in path.parts]
+
+
+def test_what_was_damaged_at_the_destination_meanwhile_is_copied_again(tmp_path, monkeypatch):
+    versions(tmp_path / "data")
+    shards = interrupted_copy(tmp_path, monkeypatch)
+    assert shards
+    flip(shards[0], 5)
+    flip(tmp_path / "out/x/zarr.json", 5)
+    copy(tmp_path / "data", tmp_path / "out")
+    assert contents(tmp_path / "out") == objects(tmp_path / "data")
+
+
+def test_a_resumed_copy_has_no_objects_of_versions_that_were_erased_meanwhile(tmp_path, monkeypatch):
+    versions(tmp_path / "data")
+    assert interrupted_copy(tmp_path, monkeypatch)
+    (tmp_path / "out/note").write_text("mine")
+    sl.delete(tmp_path / "data", where="n in (10, 11)", erase=True)
+    copy(tmp_path / "data", tmp_path / "out")
+    assert contents(tmp_path / "out") == {**objects(tmp_path / "data"), "note": b"mine"}
+    assert sl.verify(tmp_path / "out").ok
+
+
 def test_what_is_left_is_removed_and_nothing_else(tmp_path, monkeypatch, capsys):
     versions(tmp_path / "data")
     with monkeypatch.context() as patch, suppress(Stop):
