@@ -169,6 +169,7 @@ def test_every_command_of_the_viewers_page_opens(reader):
         ) as process:
             try:
                 client = Client(json.loads(process.stdout.readline())["link"])
+                assert client.first.startswith("/losses" if "--losses" in command else "/step"), command
                 assert "/sample?number=" in client.get(client.first).text, command
             finally:
                 process.kill()

@@ -272,6 +272,8 @@ def test_a_log_of_losses_leads_from_a_spike_to_its_samples(folder, url, tmp_path
         assert step.text.count("sample chosen") == 1
         pages = [rows(client.get(f"/losses?page={n}")) for n in range(-(-2 * COUNT // 60))]
         assert sum(map(len, pages)) == 2 * COUNT  # of two epochs, without padding
+        assert "<title>epoch 1, step 4: not finite</title>" in page.text
+        assert page.text.count("<circle") == 2 * -(-COUNT // 12) - 1
 
 
 def test_a_log_of_losses_refuses_other_shapes_and_other_files(url, tmp_path):
@@ -438,6 +440,23 @@ IMPORTS = "import sys, streamloader.view.server; print(sorted({'torch', 'matplot
 
 def test_the_viewer_does_without_torch():
     assert subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_state_opens_where_it_goes_on_unless_a_step_is_named(url, tmp_path):
+    given = {"batch_size": 4, "seed": 6, "num_workers": 0, "world": (0, 2)}
+    loader = sl.NumpyDataset(url, **given)
+    for _ in range(2):
+        for _ in loader:
+            pass
+    batches = iter(loader)
+    for _ in range(7):
+        next(batches)
+    run_of = RunOptions(url, state=loader.state_dict(), given={"batch_size": 4}, world_size=2)
+    with serving(ViewOptions(run_of)) as client:
+        assert "Epoch 2, step 7, rank 0" in client.get("/step").text
+        assert "Epoch 2, step 7, rank 1" in client.get("/step?rank=1").text
+        assert "Epoch 0, step 7, rank 0" in client.get("/step?step=7").text
+        assert shown(client.get("/step")) == loader.samples(2, 7, rank=0).tolist()
 
 
 def test_numbers_beyond_all_epochs_are_errors_and_take_no_time(url):

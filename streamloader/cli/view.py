@@ -109,7 +109,7 @@ def serve(server: Server, place: dict[str, int], *, no_browser: bool, as_json: b
 
     async def run() -> None:
         await server.start()
-        link = server.address("/step", **place)
+        link = server.address("/step" if place or server.viewer.losses is None else "/losses", **place)
         url = redact(server.viewer.url)
         local = server.host in ("localhost", LOOPBACK, "::1")
         about = url if local else f"{url}: whoever reaches {server.host} and has this link can see it"

@@ -105,7 +105,6 @@ class Run:
         self._lengths: list[int] = []
         if options.state is not None:
             self.loader.load_state_dict(dict(options.state))
-        self.epoch = self.loader._start.epoch
 
     def _open(self, options: RunOptions) -> Loader:
         sources, arguments = self._arguments(options)
@@ -140,6 +139,13 @@ class Run:
         of_state = {name: state[name] for name in FROM_STATE if state.get(name) is not None}
         source = {"url": options.url} | {name: of_state.pop(name) for name in names if name in of_state} | of_source
         return [source], {"batch_size": DEFAULT_BATCH, **of_state, **given}
+
+    @property
+    def begin(self) -> tuple[int, int]:
+        """The epoch and the step of it at which the loaded state goes on; (0, 0) without a state."""
+        start = self.loader._start_of(self.loader._start.epoch)
+        share = self._share(start.epoch)
+        return start.epoch, share.steps_between(share.first_start(start.position), start.position)
 
     def close(self) -> None:
         """End the threads of the loader."""

@@ -193,7 +193,8 @@ class Server:
     def _place(self, request: web.Request) -> Place:
         epoch, step, rank = (_number(request, name) for name in ("epoch", "step", "rank"))
         if step is None and epoch is None:
-            epoch = self.viewer.run.epoch
+            epoch, step = self.viewer.run.begin
+            step = min(step, self.viewer.run.steps(epoch) - 1)  # of a state at the end of its epoch
         return self.viewer.run.place(step or 0, epoch, rank or 0)
 
     def _step(self, request: web.Request) -> str:
