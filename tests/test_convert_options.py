@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 from sources import kinds_of
 
+import streamloader as sl
 from streamloader.conversion import job, shard_task
 from streamloader.conversion.api import convert
 from streamloader.conversion.row_order import SampleRows
@@ -618,6 +619,27 @@ def default_loader(path):
 
 DatasetFolder = type("DatasetFolder", (ImageFolder,), {"__module__": "torchvision.datasets.folder"})
 default_loader.__module__ = "torchvision.datasets.folder"
+
+
+def test_the_files_of_class_folders_have_their_paths_if_the_fields_name_it(photos, tmp_path):
+    plain = sl.convert(photos, tmp_path / "plain", workers=0)
+    named = sl.convert(photos, tmp_path / "named", fields="image,label,path", split="train=0.8,val=0.2", workers=0)
+    assert list(sl.open(plain.url).fields) == ["image", "label"]
+    seen = set()
+    for split in ("train", "val"):
+        dataset = sl.open(named.url, split=split)
+        assert list(dataset.fields) == ["image", "label", "path"]
+        for sample in dataset[0 : len(dataset)]["path"]:
+            seen.add(sample)
+        sample = dataset[len(dataset) - 1]
+        assert (photos / sample["path"]).read_bytes() == sample["image"]
+        assert sample["path"].split("/")[0] == dataset.classes["label"][sample["label"]]
+    assert seen == {path.relative_to(photos).as_posix() for path in photos.rglob("*.*") if path.is_file()}
+    assert sl.verify(named.url, against=photos).ok
+    grown = sl.append(sl.convert(photos, tmp_path / "grown", fields="path,image", workers=0).url, photos, workers=0)
+    paths = sl.open(grown.url).read("path", 0, 2 * len(seen))
+    assert len(paths) == 2 * len(seen)
+    assert set(paths) == seen
 
 
 def test_an_image_folder_of_torchvision_keeps_encoded_bytes_and_class_names(photos, tmp_path):

@@ -239,9 +239,9 @@ def _splits(url: str, medium: Medium, files: Sequence[ObjectInfo], top: Sequence
 def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowSource:
     """Return the source; its rows are sorted by class and path. Clips and videos in a flat folder have no classes.
 
-    Fields are the medium's, `label` (`path` without classes), and `text` if a clip has a transcript: a .txt with its
-    name beside it, which all clips then need. Raises `SourceError` for a class folder or a split without files, or if
-    there is none.
+    Fields are the medium's, `label` (`path` without classes, or beside it if the selection names it), and `text` if a
+    clip has a transcript: a .txt with its name beside it, which all clips then need. Raises `SourceError` for a class
+    folder or a split without files, or if there is none.
     """
     bad: dict[int, BadSample] = {}
 
@@ -252,15 +252,16 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowS
     notes: dict[str, Any] = {}
     files = list(medium.files(listing))
     flat = medium is not IMAGES and bool(files) and all("/" not in info.path for info in files)
-    if flat:
-        columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # may not be UTF-8
-    else:
+    if not flat:
         files, labels, notes = _class_folders(listing, medium)
         columns["label"] = labels
         for row in np.flatnonzero(labels == len(notes["classes"]["label"])).tolist():
             on_bad(row, "it is in no class folder", f"put every {medium.noun} into a folder named after its class")
     fields = {medium.field: medium.field_of(info.path for row, info in enumerate(files) if row not in bad)}
-    fields |= {"path": Field("text")} if flat else {"label": Field("tensor", "int64")}
+    fields |= {} if flat else {"label": Field("tensor", "int64")}
+    if flat or "path" in {**selection.fields, **selection.columns}:
+        columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # may not be UTF-8
+        fields["path"] = Field("text")
     media: list[Files] = [(medium, files)]
     transcripts = listing.of("txt") if medium is AUDIO and selection.includes("text") else ()
     beside = {info.path[:-4]: info for info in transcripts}
