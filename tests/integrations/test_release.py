@@ -25,14 +25,18 @@ MOST_BYTES = 150_000_000  # besides torch and what it needs
 NO_TOUCH = {"PYTHONPATH": None, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(*command, cwd=None, limit=300, **environment):
-    """Run a command, whose error is the failure, and return what it printed."""
+def finish(*command, cwd=None, limit=300, **environment):
+    """Run a command, whose error is the failure, and return the process with what it printed."""
     variables = {**os.environ, **NO_TOUCH, **environment}
     variables = {name: value for name, value in variables.items() if value is not None}
     command = [str(part) for part in command]
     done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return done
+
+
+def run(*command, **options):
+    return finish(*command, **options).stdout
 
 
 def build(source, out, *what, **environment):
@@ -133,7 +137,8 @@ def try_out(programs, folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 255, (40, 50, 3), np.uint8)).save(path)
     assert sl.__version__ in run(programs / "streamloader", "--version", cwd=folder)
-    run(programs / "streamloader", "convert", "photos", "dataset", "--split", "train=0.9,val=0.1", cwd=folder)
+    convert = ("convert", "photos", "dataset", "--split", "train=0.9,val=0.1")
+    assert "Warning" not in finish(programs / "streamloader", *convert, cwd=folder).stderr
     script = next(block.code for block in blocks(README) if block.language == "python")
     smaller = {"s3://my-bucket/photos": "dataset", "batch_size=256": "batch_size=8", "(224, 224)": "(32, 32)"}
     for old, new in smaller.items():
