@@ -98,7 +98,7 @@ def from_bytes(name: str, field: Field, item: memoryview, sample: int) -> Any:
             return str(item, "utf-8")
         return np.frombuffer(item, field.stored_dtype).astype(field.dtype).reshape(-1, *field.shape)
     except ValueError as error:
-        remedy = "convert the dataset again"
+        remedy = "convert the dataset again, or go on without the sample in training with on_error='mask'"
         raise DecodeError(f"field {name!r} of sample {sample} is not {field} ({error})", remedy) from error
 
 

@@ -18,6 +18,9 @@ from streamloader.images.decode import ImageDecoder
 from streamloader.options import Decode
 
 PICTURES = 24  # what a decoder holds of pictures: references, and those that it has not given back
+REMEDY = (
+    "repair or remove the video in the source and convert again, or go on without it in training with on_error='mask'"
+)
 
 
 class ClipSize(NamedTuple):
@@ -119,7 +122,7 @@ class ClipDecoder(ImageDecoder):
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         problem = f"a clip of sample {sample} of field {self.name!r} does not decode ({len(data)} bytes: {error})"
-        return DecodeError(problem, "repair or remove the video in the source and convert again")
+        return DecodeError(problem, REMEDY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +149,8 @@ class VideoDecoder(ImageDecoder):
             raise self._error(sample, data, error) from error
         if found != header.frames:
             problem = f"sample {sample} of field {self.name!r} decodes to {found} of {header.frames} frames"
-            raise DecodeError(problem, "repair or remove the video in the source and convert again")
+            raise DecodeError(problem, REMEDY)
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         problem = f"sample {sample} of field {self.name!r} does not decode as a video ({len(data)} bytes: {error})"
-        return DecodeError(problem, "repair or remove the video in the source and convert again")
+        return DecodeError(problem, REMEDY)

@@ -502,7 +502,10 @@ class ImageDecoder:
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else f"{type(error).__name__}: {error}"
         begin = f" beginning {bytes(data[:4]).hex()}" if data else ""
         image = f"sample {sample} of field {self.name!r}" if self.name else f"sample {sample}"
-        remedy = "repair or remove it in the source and convert again, or read the field without decode="
+        remedy = (
+            "repair or remove it in the source and convert again, go on without it in training with "
+            "on_error='mask', or read the field without decode="
+        )
         if sniff(bytes(data[:12])) in AUDIO:
             remedy = "it is audio: leave decode= out, or name the fields of images, decode={'image': True}"
         if isinstance(error, MemoryError):
