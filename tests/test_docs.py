@@ -216,7 +216,7 @@ def test_pages_name_only_what_the_package_has():
 
 def test_messages_and_pages_advise_packages_by_names_that_an_index_has():
     sources = [*sorted((ROOT / "streamloader").rglob("*.py")), *LINKING]
-    advice = re.compile(r"(?:pip install|needs?) [`'\"]*streamloader\b")  # which no index has; from a clone it is `.`
+    advice = re.compile(r"(?:pip install|needs?) [`'\"]*streamloader\b")  # which no index has; in a checkout it is `.`
     assert [str(path.relative_to(ROOT)) for path in sources if advice.search(path.read_text())] == []
 
 
