@@ -12,7 +12,7 @@ author = "The streamloader authors"
 copyright = "the streamloader authors"  # noqa: A001 - Sphinx's name
 version = release = streamloader.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "llms"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "llms", "anchors"]
 
 # The source folder is the repository, so that links between pages work in the site as they do in the repository.
 root_doc = "docs/index"

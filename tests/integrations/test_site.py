@@ -86,6 +86,13 @@ def test_every_relative_link_and_anchor_resolves(site, pages):
     assert len(pages) > 80
 
 
+def test_each_code_of_an_error_is_an_anchor_of_its_row(pages, site):
+    text = (ROOT / "docs/errors.md").read_text()
+    codes = {getattr(errors, name).code for name in errors.__all__}
+    assert codes == set(re.findall(r"^\| `(SL\d+)`", text, re.MULTILINE))
+    assert {code.lower() for code in codes} <= pages[site / "docs/errors.html"].anchors
+
+
 def test_pages_load_nothing_from_elsewhere(site, pages):
     loaded = {link for page in pages.values() for link in page.loaded if urlsplit(link).netloc}
     assert loaded == set()
