@@ -16,7 +16,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 import streamloader as sl
@@ -36,8 +35,10 @@ def main() -> None:
     photos = arguments.photos or make_photographs(arguments.out / "photos")
     url = arguments.url or str(arguments.out / "dataset")
 
-    report = sl.convert(photos, url, split={"train": 0.8, "val": 0.2}, resume=True)
+    report = sl.convert(photos, url, split={"train": 0.8, "val": 0.2}, on_error="skip", resume=True)
     print(f"{report.num_samples} photographs in {url}", flush=True)
+    if report.num_left_out:
+        print(f"bad files skipped: {report.num_left_out}", flush=True)
 
     crops = sl.Decode(size=(32, 32), crop=RandomResizedCrop(scale=(0.6, 1), flip=0), normalize="imagenet")
     train = sl.StreamingDataset(url, split="train", batch_size=64, decode=crops, seed=7, with_index=True)
@@ -78,6 +79,8 @@ def main() -> None:
 
 def make_photographs(folder: Path) -> Path:
     """Write the digits as FOLDER/DIGIT/NUMBER.jpg, white on 96 x 96 pixels of a photograph."""
+    from sklearn.datasets import load_digits, load_sample_images
+
     random = np.random.default_rng(0)
     digits, photographs = load_digits(), load_sample_images().images
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):

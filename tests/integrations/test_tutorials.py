@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 import pytest
 from PIL import Image
 from servers import S3Server
@@ -132,3 +133,15 @@ def test_the_losses_of_a_killed_run_are_those_of_one_that_was_not_killed(command
     assert len(whole) == epochs
     assert "resumed at step" in killed
     assert re.findall("^epoch .*$", killed, re.MULTILINE) == whole
+
+
+def test_photographs_of_ones_own_train_without_the_bad_file_among_them(tmp_path):
+    random = np.random.default_rng(0)
+    for number in range(40):
+        path = tmp_path / "mine" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (40, 50, 3), np.uint8)).save(path)
+    path.with_name("bad.png").write_bytes(b"no image")
+    printed = run("python examples/tutorials/photographs.py --photos mine --out my-run --epochs 1", tmp_path)
+    assert "40 photographs in my-run/dataset\nbad files skipped: 1\n" in printed
+    assert "test accuracy" in printed
