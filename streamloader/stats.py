@@ -67,8 +67,8 @@ class Stats:
     `seconds` runs from the request for the first batch to the return of the last. `wait_seconds`: the training loop
     waited for a batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
     `transform_wait_seconds`: the loader itself waited for these stages; they overlap with training. `gather_seconds`:
-    the thread that gathers batches was busy, or waited for their plan. `full_seconds`: the loader was ahead and waited
-    for the training loop.
+    the thread that gathers batches was busy, or waited for their plan. `full_seconds`: the loader was ahead: as many
+    batches as it makes ahead were finished, and it waited for the training loop.
 
     With `batch_size=None` each sample counts as a batch.
 
@@ -175,9 +175,14 @@ class Stats:
         return quotient(self.samples, self.seconds)
 
     @property
+    def active_seconds(self) -> float:
+        """Seconds in which the loader was not ahead: the denominator of its rates, at least `wait_seconds`."""
+        return max(self.seconds - self.full_seconds, self.wait_seconds)
+
+    @property
     def megabytes_per_second(self) -> float:
         """Megabytes (10^6 bytes) fetched per second while the loader was not ahead of the training loop."""
-        return quotient(self.bytes_fetched / 1e6, self._active)
+        return quotient(self.bytes_fetched / 1e6, self.active_seconds)
 
     @property
     def wait_fraction(self) -> float:
@@ -198,17 +203,17 @@ class Stats:
     @property
     def requests_in_flight(self) -> float:
         """The mean number of concurrent requests while the loader was not ahead."""
-        return quotient(self.request_seconds, self._active)
+        return quotient(self.request_seconds, self.active_seconds)
 
     @property
     def decode_busy(self) -> float:
         """The share of the cores' time spent on unpacking chunks and decoding images while the loader was not ahead."""
-        return quotient(self.unpack_seconds + self.decode_seconds, self.cores * self._active)
+        return quotient(self.unpack_seconds + self.decode_seconds, self.cores * self.active_seconds)
 
     @property
     def transform_busy(self) -> float:
         """The share of time that the transform's threads or processes were busy while the loader was not ahead."""
-        return quotient(self.transform_seconds, self.transformers * self._active)
+        return quotient(self.transform_seconds, self.transformers * self.active_seconds)
 
     @property
     def limit(self) -> str:
@@ -246,11 +251,6 @@ class Stats:
             f"{self.waiting_for or self.verdict}"
         )
 
-    @property
-    def _active(self) -> float:
-        """Seconds in which the loader was not ahead: the denominator of its rates."""
-        return max(self.seconds - self.full_seconds, self.wait_seconds)
-
     def _cached(self) -> str:
         share = quotient(self.cache_hits, self.cache_hits + self.requests)
         return f"{self.cache_bytes / 1e6:.1f} MB from the cache ({share:.0%} hits); " if self.cache_hits else ""
@@ -258,7 +258,7 @@ class Stats:
     def _network(self) -> str:
         if self.cache_hits <= self.requests:
             return self._requests()
-        disk = quotient(self.cache_bytes / 1e6, self._active)
+        disk = quotient(self.cache_bytes / 1e6, self.active_seconds)
         return f"{disk:.4g} MB/s from the cache, with {self.requests} requests beside it; a faster disk may help"
 
     def _requests(self) -> str:
@@ -279,7 +279,7 @@ class Stats:
         return f"{rate}; `streamloader bench` shows whether the endpoint is faster"
 
     def _gather(self) -> str:
-        busy = quotient(self.gather_seconds, self._active)
+        busy = quotient(self.gather_seconds, self.active_seconds)
         size = max(self.bytes_decoded, self.bytes_fetched) / max(1, self.samples)
         small = size < SMALL_SAMPLE
         rate = self.samples_per_second

@@ -81,6 +81,7 @@ def test_a_verdict_is_one_line_that_begins_with_the_limit(stats):
     assert "\n" not in str(stats)
     assert stats.verdict in str(stats)
     assert 0 <= stats.wait_fraction <= 1
+    assert stats.active_seconds >= stats.wait_seconds
     assert (stats.limit == "consumer") == (stats.batches > 0 and stats.wait_fraction < 0.05)
 
 
@@ -239,6 +240,70 @@ def test_a_slow_consumer_is_consumer_bound(vectors):
     assert stats.limit == "consumer", stats
     assert "was ahead" in stats.verdict
     assert stats.full_seconds > 0.5
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEGs that take a few milliseconds each to decode."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("stats") / "photographs"
+    noise = encoded(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8), "jpeg")
+    write_images(folder, [noise] * 128)
+    return folder
+
+
+def interval(dataset: Any, passes: int) -> tuple[Stats, float]:
+    """The stats of later passes of an empty loop, and the time they took."""
+    for _ in range(2):  # from the second on, the next pass is loaded while the current one drains
+        list(dataset)
+    before, begin = dataset.stats(), time.perf_counter()
+    for _ in range(passes):
+        list(dataset)
+    return dataset.stats().since(before), time.perf_counter() - begin
+
+
+def slow_part(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.001)
+    return sample
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 2}, {"transform": slow_part, "num_workers": 0}],
+    ids=["threads", "workers", "transform"],
+)
+def test_a_loader_that_training_waits_for_is_not_ahead(photographs, options):
+    stats, took = interval(stream(photographs, 16, decode=sl.Decode(crop="random", size=(64, 64)), **options), 2)
+    assert stats.samples == 256
+    assert stats.full_seconds + stats.wait_seconds <= 1.05 * stats.seconds, stats
+    assert stats.samples / (stats.seconds - stats.full_seconds) == pytest.approx(stats.samples / took, rel=0.25)
+    assert stats.active_seconds == pytest.approx(stats.seconds, rel=0.25)
+
+
+@pytest.mark.alone
+def test_a_loader_that_waits_for_training_is_ahead_once_its_images_are_decoded(photographs):
+    dataset = stream(photographs, 16, decode="pillow")
+    for _ in range(2):
+        list(dataset)
+    while (before := dataset.stats()).ready_batches < before.ready_batches_limit:
+        time.sleep(0.001)  # the next pass begins
+    for _ in dataset:
+        time.sleep(0.15)
+    stats = dataset.stats().since(before)
+    assert stats.limit == "consumer", stats
+    assert 0.5 < stats.full_seconds / stats.seconds < 1
+    assert 0 < stats.decode_busy < 1.05, "decoding takes the rest of the time"
+
+
+def test_the_steps_of_a_slow_consumer_have_no_negative_times(vectors):
+    dataset = stream(vectors)
+    before = dataset.stats()
+    for _ in dataset:
+        time.sleep(0.01)
+        now = dataset.stats()
+        step, before = now.since(before), now
+        assert step.active_seconds >= step.wait_seconds >= 0
+        assert min(step.megabytes_per_second, step.requests_in_flight, step.decode_busy) >= 0
+    assert dataset.stats().full_seconds > 0
 
 
 # ---- each batch, as it happens

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -498,6 +499,7 @@ class Assembler:
         self._seen: list[Batch | StreamloaderError | None] = []  # what `is_ready` took of `_ready`
         self._assembled: deque[Batch] = deque()  # the batches of both, for `current`: a queue cannot be looked into
         self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
+        self._unfinished: list[threading.Event] = []  # of batches in the making: the events keep no columns
         permits = READY_BATCHES + (0 if self._budget.exact else stages.more_batches)
         self._permits, self._most_ready = runtime.semaphore(permits), permits - 1  # training has one
         self._taken = 0  # permits of the last batch returned; asking for the next one releases them
@@ -571,7 +573,9 @@ class Assembler:
         self._release(plan)
 
     def _new_batch(self, plan: BatchPlan) -> Batch:
-        return Batch(plan, copied=self._event(), finished=self._event())
+        batch = Batch(plan, copied=self._event(), finished=self._event())
+        self._unfinished.append(batch.finished)
+        return batch
 
     def _release_copied(self, *, wait: bool = False) -> None:
         """Release the blocks of batches whose rows are copied; `wait` for the first of them."""
@@ -779,7 +783,10 @@ class Assembler:
         """Wait until fewer than `READY_BATCHES` exist, including the consumer's; return whether this is still open."""
         begin = self.clock()
         self._permits.acquire()
-        self.counters.add(full_seconds=self.clock() - begin)
+        end = self.clock()
+        self._unfinished = [finished for finished in self._unfinished if not finished.is_set()]
+        if not self._unfinished:  # otherwise batches were decoded or transformed all this time
+            self.counters.add(full_seconds=max(0.0, end - max(begin, self.stages.finished_at)))
         return not self._closed
 
 

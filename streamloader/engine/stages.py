@@ -304,8 +304,7 @@ class Stages:
         # whether the images of a batch are one array, so that they must have one size, unless a rule says otherwise
         self._stacks_images = batched and not self.transforms and config.collate is None
         self._blocks = memory
-        self._buffers = memory.buffers
-        self._counters = memory.counters
+        self._buffers, self._counters = memory.buffers, memory.counters
         self._threads = executor.workers or memory.budget.cores
         fields, decoders = memory.residences.values(), config.decoders
         columns = [decoders[name].columns if name in decoders else (name,) for name in names]
@@ -315,6 +314,7 @@ class Stages:
         ragged = [field.name for field in fields if field.field.kind == "ragged"]
         self._ragged = [*ragged, *(f"{name}_valid" for name in config.moved.intersection(ragged))]
         self.decodes = bool(decoders)
+        self.finished_at = -math.inf  # when the last batch was finished
         self.more_batches = MORE_BATCHES if executor.workers else 0
         self._decoders = {
             name: [(samples, each, executor.share(each)) for samples, each in decoder.by_samples or [(0, decoder)]]
@@ -865,6 +865,7 @@ class Stages:
             batch.columns["error" if masks else "replaced"] = bad
         for _, wait in self._on_device.values():
             wait()
+        self.finished_at = self.runtime.clock()
         batch.finished.set()
 
 
