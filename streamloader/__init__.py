@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from streamloader.pytorch.device import to_device as to_device
     from streamloader.stats import Stats as Stats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The names of each module. No submodule may have one of them: importing it would replace the name here.
 _PUBLIC = {
