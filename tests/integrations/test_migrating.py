@@ -5,11 +5,11 @@ from importlib.metadata import version
 import pytest
 from test_docs import MIGRATING, ROOT, Reader, blocks, check, photos  # noqa: F401 - a fixture
 
-# before `import datasets`, which would find a module of the tests
-WITHOUT_TESTS = """
+# before `import datasets`, which would find a module of the tests, or one that another test of the process has imported
+WITHOUT_TESTS = f"""
 import sys
 sys.modules.pop("datasets", None)
-sys.path.remove(%r)
+sys.path[:] = [each for each in sys.path if each != {str(ROOT / "tests")!r}]
 """
 # MosaicML Streaming imports torchvision, and leaves locks in the folder for temporary files
 BESIDE_TORCH = """
@@ -17,7 +17,7 @@ import pathlib, tempfile
 import torchvision_of_any_build
 tempfile.tempdir = str(pathlib.Path.cwd())
 """
-PRELUDES = {"huggingface": WITHOUT_TESTS % str(ROOT / "tests"), "mosaic": BESIDE_TORCH}
+PRELUDES = {"huggingface": WITHOUT_TESTS, "lancedb": WITHOUT_TESTS, "mosaic": BESIDE_TORCH}
 
 # modules and classes that the calls in the table of a page belong to, besides torch's DataLoader
 PACKAGES = {
