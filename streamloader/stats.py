@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 from streamloader.errors import UsageError
@@ -300,8 +301,7 @@ class Stats:
         cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
         if self.unpack_seconds >= self.decode_seconds:
             return f"{cores}, {unpack:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
-        change = "choose fewer pixels (Decode(size=)), simplejpeg and OpenCV, or more cores"
-        return f"{cores}, {1 - unpack:.0%} of it decoding images; {change}"
+        return f"{cores}, {1 - unpack:.0%} of it decoding images; {faster_decoding()}"
 
     def _transform(self) -> str:
         busy = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
@@ -317,6 +317,14 @@ class Stats:
 def quotient(part: float, total: float) -> float:
     """Return `part` / `total`, or 0 if `total` is 0 or less."""
     return part / total if total > 0 else 0.0
+
+
+def faster_decoding() -> str:
+    """Return what makes the decoding of images faster, with the decoders that are not installed."""
+    packages = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    install = f", pip install {' '.join(missing)}," if missing else ""
+    return f"choose fewer pixels (Decode(size=)){install} or more cores"
 
 
 def _count(number: int, name: str) -> str:

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,14 @@ def test_a_stage_that_is_busy_all_the_time_is_the_limit():
     assert transform.startswith("transform-bound: ")
     assert "4 transformers 98% busy" in transform
     assert changed(NETWORK, transform_seconds=90.0, transformers=4).startswith("network-bound")
+
+
+def test_only_decoders_that_are_not_installed_are_advised(monkeypatch):
+    images = {"unpack_seconds": 10.0, "decode_seconds": 180.0}
+    assert changed(NETWORK, **images).endswith("; choose fewer pixels (Decode(size=)) or more cores")
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    advice = "; choose fewer pixels (Decode(size=)), pip install opencv-python-headless, or more cores"
+    assert changed(NETWORK, **images).endswith(advice)
 
 
 def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample():

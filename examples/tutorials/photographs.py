@@ -35,7 +35,8 @@ def main() -> None:
     photos = arguments.photos or make_photographs(arguments.out / "photos")
     url = arguments.url or str(arguments.out / "dataset")
 
-    report = sl.convert(photos, url, split={"train": 0.8, "val": 0.2}, on_error="skip", resume=True)
+    splits = {"train": 0.8, "val": 0.2}
+    report = sl.convert(photos, url, fields="image,label,path", split=splits, on_error="skip", resume=True)
     print(f"{report.num_samples} photographs in {url}", flush=True)
     if report.num_left_out:
         print(f"bad files skipped: {report.num_left_out}", flush=True)
@@ -72,7 +73,10 @@ def main() -> None:
 
     log.close()
     result = evaluate(model, val)
-    draw(arguments.out / "photographs.png", losses, accuracies, hardest(url, result, classes))
+    images = hardest(url, result, classes)
+    draw(arguments.out / "photographs.png", losses, accuracies, [(image, title) for _, image, title in images])
+    for path, _, title in images[:3]:
+        print(f"{path}: {title}", flush=True)
     frequent = np.bincount(result["label"]).max() / len(result["label"])
     print(f"test accuracy {accuracy_of(result):.3f}, most frequent class {frequent:.3f}")
 
@@ -142,12 +146,13 @@ def accuracy_of(result: dict[str, np.ndarray]) -> float:
     return (result["predicted"] == result["label"]).mean().item()
 
 
-def hardest(url: str, result: dict[str, np.ndarray], classes: tuple[str, ...]) -> list[tuple[bytes, str]]:
-    """Return the eight encoded images with the highest loss, with their classes as text."""
+def hardest(url: str, result: dict[str, np.ndarray], classes: tuple[str, ...]) -> list[tuple[str, bytes, str]]:
+    """Return path, encoded image, and classes as text, of the eight samples with the highest loss."""
     stored, found = sl.open(url, split="val"), []
     for place in result["loss"].argsort()[::-1][:8]:
         label, predicted = (classes[result[name][place]] for name in ("label", "predicted"))
-        found.append((stored[result["index"][place]]["image"], f"{label}, predicted {predicted}"))
+        sample = stored[result["index"][place]]
+        found.append((sample["path"], sample["image"], f"{label}, predicted {predicted}"))
     return found
 
 

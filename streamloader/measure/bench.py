@@ -14,7 +14,7 @@ from streamloader.images.decode import ENCODINGS
 from streamloader.loader.dataset import NumpyDataset
 from streamloader.measure.ceiling import Ceiling, Tally, Watch, image_ceiling, read_ceiling
 from streamloader.options import MIB, Decode
-from streamloader.stats import BUSY, BatchReport, Stats, quotient
+from streamloader.stats import BUSY, BatchReport, Stats, faster_decoding, quotient
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count
 
@@ -134,7 +134,7 @@ def judge(
     if images and decoding < unpack.samples_per_second:
         limit, ratio = "decode", quotient(loader.samples_per_second, decoding)
         reached = f"{ratio:.2f} of what decoding the images alone gives; {busy}"
-        remedy = "choose fewer pixels, simplejpeg and OpenCV, or more cores"
+        remedy = faster_decoding()
     elif slower and unpack.cpu_seconds >= BUSY * cores * unpack.seconds:
         limit, ratio = "decode", quotient(loader.megabytes_per_second, unpack.megabytes_per_second)
         reached = f"{ratio:.2f} of what fetching and unpacking chunks give; {busy}"
