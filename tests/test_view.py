@@ -276,6 +276,34 @@ def test_a_log_of_losses_leads_from_a_spike_to_its_samples(folder, url, tmp_path
         assert page.text.count("<circle") == 2 * -(-COUNT // 12) - 1
 
 
+def logged(url, where, size, seed, first, steps, loss):
+    """Log the losses of some steps of a run that begins at a step."""
+    loader = sl.NumpyDataset(url, batch_size=size, seed=seed, with_index=True, num_workers=0)
+    batches = iter(loader)
+    for _ in range(first):
+        next(batches)
+    with sl.LossLog(loader, where) as log:
+        for _ in range(steps):
+            log(next(batches), np.full(size, loss))
+
+
+def test_steps_that_are_logged_again_have_their_last_losses_and_other_runs_are_left_out(url, tmp_path):
+    where = tmp_path / "losses.jsonl"
+    logged(url, where, 8, 1, 0, 6, 1.0)
+    logged(url, where, 8, 1, 4, 3, 9.0)  # resumed at step 4
+    with serving(ViewOptions(RunOptions(None), losses=str(where))) as client:
+        page = client.get("/losses")
+        assert {(row[2], row[0]) for row in rows(page)} == {(s, "9" if s > 3 else "1") for s in range(7)}
+        assert "other runs" not in page.text
+        assert client.get("/step?epoch=0&step=5").text.count(", loss 9<") == 8
+    logged(url, where, 4, 2, 0, 2, 3.0)  # another run
+    with serving(ViewOptions(RunOptions(None), losses=str(where))) as client:
+        page = client.get("/losses")
+        assert [row[0] for row in rows(page)] == ["3"] * 8
+        assert "The log has 7 lines of other runs" in page.text
+        assert "batches of 4" in client.get("/step").text
+
+
 def test_a_log_of_losses_refuses_other_shapes_and_other_files(url, tmp_path):
     loader = sl.NumpyDataset(url, batch_size=6, num_workers=0)
     log = sl.LossLog(loader, tmp_path / "l.jsonl")

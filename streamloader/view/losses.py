@@ -30,22 +30,53 @@ class Loss(NamedTuple):
 class Losses(NamedTuple):
     """`largest`: the samples with the largest losses, these first. `means`: the mean loss by (epoch, step), in order.
 
-    `run`: the description of the last run that was logged, and `state` its state, or None.
+    `run`: the description of the last run that was logged, and `state` its state, or None. `others`: the lines of
+    earlier runs, which are left out.
     """
 
     largest: list[Loss]
     means: dict[tuple[int, int], float]
     run: Mapping[str, Any] | None
     state: Mapping[str, Any] | None
+    others: int = 0
 
 
 def read_losses(url: str, storage_options: Mapping[str, Any]) -> Losses:
     """Return the losses of a file, or of all files of a folder. Raises `StateError` for lines of anything else."""
-    run: dict[str, Any] = {}
+    run, others, last = _last_run(_lines(url, storage_options))
     sums: dict[tuple[int, int], list[float]] = {}
-    largest = nlargest(KEPT, _each(_lines(url, storage_options), run, sums))
+    chosen = (line for number, line in enumerate(_lines(url, storage_options)) if last.get(_step(line)) == number)
+    largest = nlargest(KEPT, _each(chosen, sums))
     means = {at: total / max(1, count) for at, (total, count) in sorted(sums.items())}
-    return Losses(largest, means, run.get("run"), run.get("state"))
+    return Losses(largest, means, run.get("run"), run.get("state"), others)
+
+
+def _last_run(lines: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], int, dict[tuple[int, int, int], int]]:
+    """Return the last run, the number of lines of others before it, and the number of the last line of each step.
+
+    A step that was logged again, after a resume from before it, has its last losses.
+    """
+    run: Mapping[str, Any] = {}
+    others, last = 0, {}
+    for number, line in enumerate(lines):
+        if "run" not in line:
+            last[_step(line)] = number
+            continue
+        if run and line["run"] != run["run"]:
+            others += len(last)
+            last = {}
+        run = line
+    return run, others, last
+
+
+def _step(line: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return (epoch, step, rank) of a line; of the first line of a run (-1, -1, -1). Raises `StateError` for others."""
+    if "run" in line:
+        return -1, -1, -1
+    try:
+        return int(line["epoch"]), int(line["step"]), int(line["rank"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"a line of losses lacks {error}: {str(line)[:60]}", _REMEDY) from error
 
 
 def _lines(url: str, storage_options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -71,15 +102,10 @@ def _lines(url: str, storage_options: Mapping[str, Any]) -> Iterator[Mapping[str
             yield value
 
 
-def _each(
-    lines: Iterable[Mapping[str, Any]], run: dict[str, Any], sums: dict[tuple[int, int], list[float]]
-) -> Iterator[Loss]:
+def _each(lines: Iterable[Mapping[str, Any]], sums: dict[tuple[int, int], list[float]]) -> Iterator[Loss]:
     for line in lines:
-        if "run" in line:
-            run.update(line)
-            continue
+        epoch, step, rank = _step(line)
         try:
-            epoch, step, rank = (int(line[name]) for name in ("epoch", "step", "rank"))
             losses = [inf if loss is None else float(loss) for loss in line["loss"]]
             rows = line["row"]
             indexes, sources = (line.get(name) or [unknown] * len(rows) for name, unknown in _UNKNOWN)

@@ -255,10 +255,8 @@ class Server:
         largest = losses.largest[number * LOSSES_SHOWN : (number + 1) * LOSSES_SHOWN]
         mixed = len(viewer.run.loader._datasets) > 1
         rows = {} if mixed else viewer.samples([each.sample for each in largest])
-        pages = -(-len(losses.largest) // LOSSES_SHOWN)
-        return self._page(
-            "losses", "Losses", largest=largest, rows=rows, means=losses.means, number=number, pages=pages
-        )
+        values = {"number": number, "pages": -(-len(losses.largest) // LOSSES_SHOWN)}
+        return self._page("losses", "Losses", largest=largest, rows=rows, losses=losses, **values)
 
     def _live(self, request: web.Request) -> str:
         where = self.viewer._options.live

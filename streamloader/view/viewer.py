@@ -131,9 +131,15 @@ class Viewer:
         arrays = self.run.loader._datasets[0].arrays
         return {
             "rows": rows_of(batch, self.looks),
+            "losses": self.losses_of(place),
             "steps": self.run.steps(place.epoch),
             "overview": None if arrays is None else overview.draw(self.run.loader, batch),
         }
+
+    def losses_of(self, place: Place) -> dict[int, float]:
+        """Return the losses of the rows of a step, as far as they are among the largest that are kept."""
+        found = [] if self.losses is None else self.losses.largest
+        return {each.row: each.loss for each in found if each[1:4] == (place.epoch, place.step, place.rank)}
 
     def stored(self, split: str | None, where: str | None) -> Stored:
         """Return the stored samples of a split that a condition selects. Raises `SelectionError` for another text."""
