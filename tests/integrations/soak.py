@@ -147,6 +147,8 @@ class Soak:
     def _happen(self, attempt: Attempt, ranks: list[Any], proxy: FaultProxy) -> list[int]:
         """Let happen what the attempt says; return the processes that there were."""
         steps, pids = 0, {rank.pid for rank in ranks}
+        for rank in ranks[1:]:  # which may start later: a refused connection ends a rank that never had another
+            rank.stdout.readline()
         for step, event in attempt.events:
             pids |= self._steps(attempt, ranks, step - steps)
             steps = max(steps, step)
