@@ -104,7 +104,7 @@ def test_a_step_without_its_epoch_counts_from_the_beginning_of_epoch_0(client):
         ("/samples?where=" + quote("lable == 1"), "label"),
         ("/samples?where=" + quote("__import__('os')"), "SL106"),
         ("/samples?split=train", "split"),
-        ("/sample?number=200", "sample 200 of 200"),
+        ("/sample?number=200", "SL106"),
         ("/statistics?field=nothing", "nothing"),
         ("/losses", "--losses"),
         ("/live", "--live"),
@@ -130,8 +130,23 @@ def test_samples_are_paged_in_stored_order_and_chosen_by_conditions(client):
 def test_a_sample_has_the_stored_bytes_and_its_crop(client):
     page = client.get("/sample?number=7&crop=1,2,30,40")
     assert value(7)["image"] in [client.get(each).body for each in page.media]
-    assert '<rect x="2.0" y="1.0" width="40.0" height="30.0">' in page.text
+    assert '<rect x="2" y="1" width="40" height="30">' in page.text
+    assert "<rect" not in client.get("/sample?number=0&crop=1,2,x,4").text
     assert "&lt;script&gt;" in page.text
+
+
+def test_samples_of_another_split_lead_to_theirs(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(100))
+    sl.convert(tmp_path / "x.npy", tmp_path / "d", split={"train": 0.7, "val": 0.3}, workers=0)
+    values = sl.open(tmp_path / "d", split="val").read("x", 0, 5).tolist()
+    with serving(ViewOptions(RunOptions(str(tmp_path / "d"), given={"split": "train"}))) as client:
+        assert "<option selected>train</option>" in client.get("/samples").text
+        page = client.get("/samples?split=val")
+        link = next(each for each in page.addresses if each.startswith("/sample?number=4"))
+        text = client.get(link).text
+        assert "Sample 4 of val" in text
+        assert f">{values[4]}</span>" in text
+        assert client.get("/sample?number=4").text != text
 
 
 def test_players_get_the_ranges_that_they_ask_for(client):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -46,6 +47,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = {"page.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+CROP = re.compile(r"\d{1,6}(,\d{1,6}){3}")  # top, left, height, width
 logger = logging.getLogger(__name__)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 LOSSES_SHOWN = 60
@@ -163,7 +165,7 @@ class Server:
     def _page(self, template: str, title: str, **values: Any) -> str:
         viewer = self.viewer
         tabs = ["step", "samples", "fields", "statistics", "order"]
-        tabs += ["losses"] * (viewer.losses is not None) + ["live"] * (viewer._options.live is not None)
+        tabs += ["losses"] * (viewer.losses is not None) + ["live"] * (viewer.options.live is not None)
         shared = {"title": title, "url": redact(viewer.url), "run": viewer.run, "tabs": tabs, "tab": template}
         shared["random_access"] = viewer.dataset is not None and len(viewer.run.loader._datasets) == 1
         return render(f"view/{template}.html", **shared, **values, src=self._source, link=_link)
@@ -204,7 +206,7 @@ class Server:
         return self._page("step", title, place=place, marked=marked, first=PAGE, **self.viewer.step(place))
 
     def _samples(self, request: web.Request) -> str:
-        split, where = request.query.get("split") or None, request.query.get("where") or None
+        split, where = request.query.get("split") or self.viewer.source.split, request.query.get("where") or None
         number = _number(request, "page") or 0
         stored = self.viewer.stored(split, where)
         pages = -(-len(stored) // PAGE)
@@ -216,12 +218,11 @@ class Server:
         number = _number(request, "number") or 0
         if self.viewer.dataset is None:
             raise UsageError("samples by number of arrays in place", "open a page of samples, or a step")
-        row = self.viewer.samples([number]).get(number)
-        if row is None:
-            raise UsageError(f"sample {number} of {len(self.viewer.dataset):,}", "give another number")
-        crop = [float(part) for part in request.query.get("crop", "").split(",") if part]
-        crop = crop if len(crop) == 4 else []
-        return self._page("sample", f"Sample {number}", row=row, number=number, crop=crop)
+        split, crop = request.query.get("split") or self.viewer.source.split, request.query.get("crop", "")
+        places = [int(part) for part in crop.split(",")] if CROP.fullmatch(crop) else []
+        row = self.viewer.sample(number, split)
+        title = f"Sample {number}" + (f" of {split}" if split else "")
+        return self._page("sample", title, row=row, number=number, split=split, crop=places)
 
     def _fields(self, _: web.Request) -> str:
         return self._page("fields", "Fields", **self.viewer.fields())
@@ -259,10 +260,10 @@ class Server:
         return self._page("losses", "Losses", largest=largest, rows=rows, losses=losses, **values)
 
     def _live(self, request: web.Request) -> str:
-        where = self.viewer._options.live
+        where = self.viewer.options.live
         if where is None:
             raise UsageError("no running training", "give --live with its folder of StatsFile, or its metrics address")
-        found = read_stats(where, storage_options=self.viewer._options.run.storage_options)
+        found = read_stats(where, storage_options=self.viewer.options.run.storage_options)
         template = "live_table" if "part" in request.query else "live"
         return self._page(template, "Live", ranks=found, where=redact(where), seconds=LIVE_SECONDS)
 

@@ -92,7 +92,7 @@ class Viewer:
     """The pages of a dataset and a run. Thread-safe."""
 
     def __init__(self, options: ViewOptions) -> None:
-        self._options, self._lock = options, threading.Lock()
+        self.options, self._lock = options, threading.Lock()
         run, losses = options.run, self._read_losses()
         if losses is not None and run.description is None:
             run = replace(run, description=losses.run, state=losses.state if run.state is None else run.state)
@@ -103,7 +103,7 @@ class Viewer:
         self._stored = LRUCache[str, Stored](OPENED)
 
     def _read_losses(self) -> Losses | None:
-        options = self._options
+        options = self.options
         return None if options.losses is None else read_losses(options.losses, options.run.storage_options)
 
     @property
@@ -150,7 +150,7 @@ class Viewer:
                 chosen: Any = None if where is None else _parse_where(where)
                 source = replace(self.source, where=chosen, exclude=None, weights=None)
                 source = replace(source, split=split) if split is not None else source
-                found = self._stored.add(key, Stored(source, self._options.tokens), 1)
+                found = self._stored.add(key, Stored(source, self.options.tokens), 1)
         return found
 
     def samples(self, numbers: Sequence[int]) -> dict[int, Row]:
@@ -160,12 +160,21 @@ class Viewer:
         chosen = np.array(sorted({n for n in numbers if 0 <= n < len(self.dataset)}), np.int64)
         if not chosen.size:
             return {}
-        stored = Stored(replace(self.source, where=chosen, exclude=None, weights=None), self._options.tokens)
+        stored = Stored(replace(self.source, where=chosen, exclude=None, weights=None), self.options.tokens)
         try:
             pages = [stored.page(number) for number in range(-(-len(stored) // PAGE))]
         finally:
             stored.close()
         return dict(zip(chosen.tolist(), [row for page in pages for row in page], strict=True))
+
+    def sample(self, number: int, split: str | None) -> Row:
+        """Return a stored sample of a split. Raises `SelectionError` for a number that it does not have."""
+        source = replace(self.source, where=slice(number, number + 1), split=split, exclude=None, weights=None)
+        stored = Stored(source, self.options.tokens)
+        try:
+            return stored.page(0)[0]
+        finally:
+            stored.close()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields, classes, splits and versions."""
