@@ -53,7 +53,7 @@ ALLOWED = {
     "pytorch": BASE | {"storage", "order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
     "maintenance": BASE | {"storage", "format", "zarr", "conversion", "images"},
-    "metrics": {"errors", "options", "stats", "storage"},
+    "metrics": {"errors", "options", "stats", "storage", "show"},
     "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
     "view": BASE | {"storage", "format", "zarr", "maintenance", "loader", "measure", "metrics", "show"},
     "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure", "view"},

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
+from streamloader.show.cells import to_numpy
 from streamloader.storage.json_lines import JsonLines
 
 BATCHES = 100  # of an object, if the log is a folder or a URL
@@ -45,13 +45,13 @@ class LossLog:
         Losses of padded rows, False in `valid`, are left out. Raises `UsageError` for another shape, and `StateError`
         if the dataset has returned no batch, or DataLoader workers read it.
         """
-        values = _to_array(losses)
-        rows = np.flatnonzero(_to_array(batch["valid"])) if "valid" in batch else np.arange(values.size)
+        values = np.asarray(to_numpy(losses))
+        rows = np.flatnonzero(to_numpy(batch["valid"])) if "valid" in batch else np.arange(values.size)
         if values.ndim != 1 or (rows.size and int(rows[-1]) >= values.size):
             problem = f"losses of shape {values.shape} for a batch of {rows.size} samples"
             raise UsageError(problem, "give one for each sample: reduction='none', then the mean over other axes")
         line = self._dataset.last_step() | {"row": rows.tolist()}
-        line |= {name: _to_array(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
+        line |= {name: to_numpy(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
         loss = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[rows].tolist()]
         self._lines.append({**line, "loss": loss})
         if len(self._lines) >= self._at_once:
@@ -74,11 +74,3 @@ class LossLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _to_array(values: Any) -> NDArray[Any]:
-    """Return a tensor of any framework and device as an array."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        values = values.float() if values.dtype.is_floating_point else values
-    return np.asarray(values)

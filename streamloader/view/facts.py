@@ -20,7 +20,6 @@ SAMPLED = 24  # places of a larger field, evenly spread, of which a chunk each i
 SAMPLED_STEPS = 8  # batches of arrays that are read in place
 BINS = 40
 CLASSES = 60  # bars of the most frequent values, if these are numbers of classes
-WIDTH, HEIGHT = 600, 140
 
 
 @dataclass(frozen=True)

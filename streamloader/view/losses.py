@@ -43,7 +43,7 @@ class Losses(NamedTuple):
 
 def read_losses(url: str, storage_options: Mapping[str, Any]) -> Losses:
     """Return the losses of a file, or of all files of a folder. Raises `StateError` for lines of anything else."""
-    run, others, last = _last_run(_lines(url, storage_options))
+    run, others, last = _last_run(_lines(url, storage_options))  # read twice, since all losses may not fit in memory
     sums: dict[tuple[int, int], list[float]] = {}
     chosen = (line for number, line in enumerate(_lines(url, storage_options)) if last.get(_step(line)) == number)
     largest = nlargest(KEPT, _each(chosen, sums))

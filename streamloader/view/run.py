@@ -102,7 +102,6 @@ class Run:
         self.left_out: Mapping[str, str] = description.get("left_out", {})
         self.has_batch_size = bool(description) or "batch_size" in options.given
         self.loader = self._open(options)
-        self._lengths: list[int] = []
         if options.state is not None:
             self.loader.load_state_dict(dict(options.state))
 
