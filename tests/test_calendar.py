@@ -139,7 +139,8 @@ def test_months_have_a_length_in_years_of_360_days_only():
             ("days since 2000-1-1", "none"),
         ),
         *(("hours since 2000-1-1 24:00", ""), ("hours since 2000-1-1 13:00 PM", ""), ("hours since 2000-1-1 0:60", "")),
-        *(("days since 1-Foo-2000", ""), ("days since 200001011", "")),
+        *(("days since 1-Foo-2000", ""), ("days since 200001011", ""), ("days since 200001", "")),
+        *(("hours since 2000-1-1 -600", ""), ("hours since 2000-1-1 12:00+130", "")),
         *(("hours since 1582-10-15:30", "all_leap"), ("hours since 2000-1:30", ""), ("days since 2000-5:00", "")),
     ],
 )
@@ -163,6 +164,22 @@ def test_the_year_before_1_is_one_that_the_calendar_has(name):
     assert found.calendar.parse(found.calendar.format(last)[:-9]) == (last, found.origin)
     start, end = found.calendar.parse(found.calendar.format(last)[:-15])
     assert start <= last < end == found.origin
+
+
+@given(calendars, st.one_of(st.integers(-(2**63) + 1, 2**63 - 1), st.integers(-(2**58), 2**58)))
+def test_a_time_is_read_as_it_is_written(name, time):
+    calendar = TimeUnits.parse("days since 2000-01-01", name).calendar
+    second = time - time % 10**6
+    assert calendar.parse(calendar.format(time)) == (second, second + 10**6)
+
+
+@given(calendars, st.integers(-999_999, 999_999).filter(bool), st.integers(-(2**63), 2**63 - 1))
+def test_far_origins_give_times_or_durations(name, year, value):
+    found = TimeUnits.parse(f"microseconds since {year}-03-01", name)
+    if abs(year) > 147_000:
+        assert found.calendar is None
+    (time,) = found.times(np.array([value])).tolist()
+    assert time == (found.origin + value if abs(value) < 2**62 else MISSING)
 
 
 @pytest.mark.parametrize("name", CALENDARS)

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 MISSING = int(np.iinfo(np.int64).min)  # no time, numpy's NaT
 SECOND = 1_000_000
 MINUTE, HOUR, DAY = 60 * SECOND, 3600 * SECOND, 86400 * SECOND
-_LIMIT = 2.0**62  # of microseconds
+_LIMIT = 2.0**62  # of microseconds, for an origin and for what is counted from it: the sum is an int64
 _UNITS: dict[str, Fraction] = {
     name: Fraction(unit)
     for names, unit in (
@@ -39,10 +39,12 @@ _UNITS: dict[str, Fraction] = {
 }
 _SINCE = re.compile(r"\s*([a-z]+)\s+since\s+(.+)", re.IGNORECASE)
 _DATE = re.compile(
-    r"\s*([+-]?\d{1,5})(?:[-/](\d{1,2})(?:[-/](\d{1,2}))?)?"  # year, month, day
+    # year, month, day; a year of six digits needs its month, since 197001 is rather a month of 1970
+    r"\s*([+-]?(?:\d{1,5}|\d{6}(?=[-/])))(?:[-/](\d{1,2})(?:[-/](\d{1,2}))?)?"
     r"(?:[T\s]\s*(\d[\d:.]*(?:\s*[AP]\.?M\.?)?))?"  # time of the day
-    # the zone; after a year and a month it follows a space, since 1582-10-15:30 is no month in the zone -15:30
-    r"(?:\s*(?:Z|UTC|GMT)|(?(4)\s*|(?(3)\s*|\s+))([+-])(\d{1,2})(?::?(\d{2}))?)?\s*\Z",
+    # the zone; after a year and a month it follows a space, since 1582-10-15:30 is no month in the zone -15:30;
+    # three digits are none, since -106 is -1:06 to some and -10 hours to others
+    r"(?:\s*(?:Z|UTC|GMT)|(?(4)\s*|(?(3)\s*|\s+))([+-])(\d{1,2})(?:(?::|(?<=\d\d))(\d{2}))?)?\s*\Z",
     re.IGNORECASE,
 )
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]?\d)(?::([0-5]?\d)(?:\.(\d*))?)?)?\s*(?:([AP])\.?M\.?)?\Z", re.IGNORECASE)
@@ -205,9 +207,10 @@ class TimeUnits:
         if match is None or unit is None:
             return None
         try:
-            return cls(unit, known, 0 if known is None else known.parse(match[2])[0])
+            origin = 0 if known is None else known.parse(match[2])[0]
         except ValueError:
             return cls(unit)
+        return cls(unit, known, origin) if abs(origin) < _LIMIT else cls(unit)
 
     @classmethod
     def of_numpy(cls, dtype: np.dtype[Any]) -> TimeUnits | None:
