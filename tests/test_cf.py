@@ -111,10 +111,13 @@ def test_limits_are_reinterpreted_as_the_data_are(size, unsigned, data):
     st.tuples(st.integers(-3000, 3000), st.integers(-3000, 3000)).map(sorted),
     st.sampled_from([np.float32, np.float64]),
     st.sampled_from(["valid_range", "text", "both"]),
+    st.booleans(),
 )
-def test_limits_that_are_floats_are_of_unpacked_values(scale, offset, ends, width, way):
+def test_limits_that_are_floats_are_of_unpacked_values(scale, offset, ends, width, way, scalars):
     stored = np.arange(-4000, 4000, dtype="i2")
-    packing = {name: float(width(x)) for name, x in (("scale_factor", scale), ("add_offset", offset)) if x is not None}
+    packing = {name: width(x) for name, x in (("scale_factor", scale), ("add_offset", offset)) if x is not None}
+    if not scalars:  # as JSON has them
+        packing = {name: float(x) for name, x in packing.items()}
     limits = sorted(float(width(end * scale + (offset or 0))) for end in ends)
     given_limits = {
         "valid_range": {"valid_range": limits},
@@ -123,6 +126,15 @@ def test_limits_that_are_floats_are_of_unpacked_values(scale, offset, ends, widt
     }[way]
     inside = (stored >= ends[0]) & (stored <= ends[1])
     np.testing.assert_array_equal(np.isnan(unpacked(packing | given_limits, stored)), ~inside)
+
+
+@pytest.mark.parametrize("offset", [np.int16(1000), np.uint8(200), 1000, np.float32(0.5)])
+def test_limits_may_be_beyond_the_integers_of_an_offset(offset):
+    stored = np.arange(-20, 20, dtype="i2")
+    limits = {"valid_min": float(offset) + 5, "valid_max": 10**30}
+    np.testing.assert_array_equal(
+        unpacked({"add_offset": offset, **limits}, stored), np.where(stored >= 5, stored + float(offset), np.nan)
+    )
 
 
 @pytest.mark.parametrize("text", ["-5, 7", "-5 7", "[-5, 7]", "-5s, 7s", "-5 to 7"])

@@ -152,8 +152,10 @@ def _valid_limits(
     low, high = _limits(attributes, "valid_range", 2) or [limit for (limit,) in given]
     unpacked = any(isinstance(limit, float) and isfinite(limit) for limit in (low, high))
     if unpacked and view.kind in "iu" and (scale is not None or offset is not None):
-        low, high = ((limit - (offset or 0)) / (scale or 1) for limit in (low, high))
-        low, high = (low - ROUNDED, high + ROUNDED) if (scale or 1) > 0 else (high - ROUNDED, low + ROUNDED)
+        # as Python's floats: numpy's integers overflow, and its float32 would round the limits
+        step = float(scale or 1)
+        low, high = ((float(limit) - float(offset or 0)) / step for limit in (low, high))
+        low, high = (low - ROUNDED, high + ROUNDED) if step > 0 else (high - ROUNDED, low + ROUNDED)
     elif "_Unsigned" in attributes and view.kind in "iu":
         low, high = (_reinterpreted(limit, view) for limit in (low, high))
     return None if low > high or (low, high) == (-np.inf, np.inf) else (float(low), float(high))

@@ -30,6 +30,7 @@ MOST_CLAIMED = 2 << 30  # bytes of data that it may allocate, used or not, besid
 MOST_CPU = 10.0  # seconds of the processor that one input may take
 MOST_SECONDS = 60  # by the clock, on a busy machine: what hangs
 LONGEST = 2048  # bytes of an input: longer ones are no better, since they are edits
+MOST_INPUTS = 40_000  # of a process: atheris keeps up to 30 KB of memory for each, which is less than MOST_CLAIMED
 
 
 def inputs(name: str) -> list[bytes]:
@@ -125,6 +126,7 @@ def fuzz_all(names: list[str], seconds: float, processes: int, arguments: list[s
     """Fuzz the targets, each for an equal part of the time that is left; return how many fail, print what was found."""
     shutil.rmtree(BUILD / "crashes", ignore_errors=True)
     end, waiting, running, failed = time.monotonic() + seconds, list(names), dict[int, str](), 0
+    tried = dict.fromkeys(names, 0)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as made:
         folder = Path(made)
         try:
@@ -138,8 +140,12 @@ def fuzz_all(names: list[str], seconds: float, processes: int, arguments: list[s
                 lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
                 ended, found = os.waitstatus_to_exitcode(status), sorted((BUILD / "crashes").glob(f"{name}-*"))
                 failed += bool(ended or found)
-                shown = [line.split()[-1] for line in lines if "number_of_executed_units" in line]
-                print(f"{name}: {' '.join(shown) or 'no'} inputs", flush=True)
+                counted = sum(int(line.split()[-1]) for line in lines if "number_of_executed_units" in line)
+                tried[name] += counted
+                if counted >= MOST_INPUTS and not found and time.monotonic() < end:
+                    waiting.append(name)  # in a new process, when all others had their turn
+                    continue
+                print(f"{name}: {tried[name]} inputs", flush=True)
                 if ended:
                     print(f"{name} ended with status {ended}:", *lines[-60:], sep="\n", flush=True)
                 for path in found:
@@ -211,7 +217,7 @@ def main() -> int:
     parser.add_argument("--minimise", type=float, help="keep inputs that take so many seconds, of each target")
     parser.add_argument("--replay", type=Path, help="an input to run once, for one target, without the fuzzer")
     parser.add_argument("--seed", type=int, default=0, help="of the edits, another one each time by default")
-    parser.add_argument("--runs", type=int, default=-1, help="of each target, at most")
+    parser.add_argument("--runs", type=int, default=MOST_INPUTS, help="of a process, at most")
     given = parser.parse_args()
     if not given.replay and not given.minimise:
         import atheris
