@@ -31,7 +31,7 @@ README = ROOT / "README.md"
 MIGRATING = sorted((ROOT / "docs" / "migrating").glob("*.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *MIGRATING]
 # need what only tests/integrations has, or take long: test_pages.py there runs them
-LONG = "append buckets collation frameworks joins maintenance observability training video zarr"
+LONG = "append buckets collation distributed frameworks joins maintenance observability training video zarr"
 HEAVY = [ROOT / "docs" / f"{name}.md" for name in LONG.split()]
 LINKING = [
     *PAGES,
