@@ -735,9 +735,9 @@ class Cache(Option):
     """A cache of encoded ranges on local disk, which the processes of a machine share: `cache=sl.Cache("/nvme")`.
 
     `path`: a local folder; the cache is in its folder `streamloader-cache`. `limit`: the most bytes that the cache
-    takes on disk. `free`: the bytes that it leaves free there: it evicts ranges when other files fill the disk. 5 GiB
-    are room for checkpoints and logs. Both are sizes like "200GiB", or numbers of bytes. `arrays`: True also caches Zarr
-    that others wrote, which may be overwritten under the same metadata: it states that these arrays do not change.
+    takes on disk. `free`: the bytes that it leaves free there, by evicting ranges when other files fill the disk; 5 GiB
+    are room for checkpoints and logs. Both are sizes like "200GiB", or numbers of bytes. `arrays`: True also caches
+    Zarr that others wrote, which may be overwritten under the same metadata: it states that these arrays do not change.
 
     Raises `UsageError` for a URL, and for values that are not sizes.
     """
