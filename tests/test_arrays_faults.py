@@ -27,7 +27,8 @@ from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import Attempt, Fetcher
 from streamloader.engine.memory import Memory
 from streamloader.engine.pace import Hedging, Pace
-from streamloader.loader.arguments import Source, open_dataset
+from streamloader.loader.arguments import Source
+from streamloader.loader.opening import open_dataset
 from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters
 from streamloader.storage import open_store

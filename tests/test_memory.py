@@ -36,7 +36,7 @@ from streamloader.format.publish import begin, job_document, take_over
 from streamloader.format.reader import FieldReader
 from streamloader.format.writer import Writer
 from streamloader.loader.arguments import Source
-from streamloader.loader.arguments import open_dataset as open_source
+from streamloader.loader.opening import open_dataset as open_source
 from streamloader.maintenance.append import append
 from streamloader.options import Layout, Shuffle
 from streamloader.order.schedule import BlockRef

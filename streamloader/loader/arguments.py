@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.executor import Workers
-from streamloader.errors import BatchError, FieldError, FormatError, UsageError
+from streamloader.errors import BatchError, FieldError, UsageError
 from streamloader.format.clips import Clipped, read_clips
-from streamloader.format.deleted import Remaining, read_lengths, read_remaining
+from streamloader.format.deleted import read_lengths
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
-from streamloader.format.opening import open_root
 from streamloader.format.tables import ADD_LENGTHS, LengthTable
 from streamloader.loader.batches import OFFSETS
 from streamloader.options import (
@@ -43,27 +41,20 @@ from streamloader.options import (
     Remainder,
     Sampling,
     Shuffle,
-    in_range,
     is_whole,
     whole,
-    whole_numbers,
 )
 from streamloader.order.budget import PARTS, Budget, step_scale
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import EpochShare, Gap, Ints, World, skip_steps
-from streamloader.order.state import RunState, SourceIdentity
+from streamloader.order.state import RunState
 from streamloader.stats import BatchReport
-from streamloader.storage import open_store, references_url
-from streamloader.storage.store import Store
 from streamloader.storage.url import parse_location
-from streamloader.zarr.coordinates import time_labels
-from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.packing import Packed
     from streamloader.order.weights import Selection
-    from streamloader.samples import AllBut
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 # a rule for all values of different sizes, one for each field, or a function of the samples of a batch
@@ -216,19 +207,6 @@ class Arguments(Option):
             raise UsageError(f"error_log={self.error_log!r} with on_error='raise'", remedy)
 
 
-def with_cache(store: Store, cache: Cache | None, digest: str, *, in_place: bool = False) -> Store:
-    """Return a store of a dataset with the cache, without one for None.
-
-    Raises `UsageError` for arrays that are read in place, unless the cache is also for these or they are a snapshot.
-    """
-    if in_place and cache is not None:
-        if not cache.arrays and store.location.protocol != "icechunk":
-            problem = f"cache= of {store.url}, whose arrays are read in place and may be overwritten"
-            raise UsageError(problem, "give Cache(..., arrays=True) if they do not change, or leave cache= out")
-        digest = sha256(f"{store.url} {digest}".encode()).hexdigest()  # of other metadata than those of the URL
-    return store.cached(cache, digest)
-
-
 def read_shuffle(shuffle: object) -> Shuffle:
     """Return `shuffle=` as a `Shuffle`. Raises `UsageError` unless it is a bool or a `Shuffle`."""
     if isinstance(shuffle, Shuffle):
@@ -238,70 +216,6 @@ def read_shuffle(shuffle: object) -> Shuffle:
     window = f"window={shuffle}" if isinstance(shuffle, int) and shuffle > 1 else "window=, lanes=, block="
     problem = f"shuffle={shuffle!r:.60} is neither a bool nor a Shuffle"
     raise UsageError(problem, f"give True, False, or Shuffle({window})")
-
-
-def open_dataset(
-    source: Source,
-    fields: Sequence[str] | None = None,
-    *,
-    columns: Sequence[str] = (),
-    memory: int | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
-    cache: Cache | None = None,
-) -> Dataset:
-    """Open a dataset; `memory` limits the numbers of the samples that `where=` selects.
-
-    `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`. `seed`: that of
-    draws by weights.
-    """
-    if isinstance(source.url, Join):
-        from streamloader.loader.join import open_join
-
-        return open_join(source, fields, columns, memory=memory, seed=seed, cache=cache)
-    where: Any = source.where
-    if isinstance(where, str):  # parsed before anything is opened
-        from streamloader.format.conditions import Condition
-
-        where = Condition.parse(where)
-    if source.used:
-        if source.version is not None:
-            raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
-        if source.exclude is not None:
-            raise UsageError("exclude= of arrays in place", "select the other elements of the sample axis with where=")
-        if source.weights is not None:
-            remedy = "mix a Source(where=) of each part with sl.Mixture, or convert the arrays to a dataset"
-            raise UsageError("weights= of arrays in place", remedy)
-        root = open_store(references_url(source.url), source.storage_options)
-        store = root if source.split is None else root.child(source.split)
-        names = fields if fields is None else choose_names(fields)
-        options: dict[str, Any] = {"aligned": shuffle, "memory": memory, "statistics": root}
-        opened = None
-        with suppress(FieldError, FormatError):  # twice: no checksum shows whether metadata were damaged in transfer
-            opened = open_arrays(store, source, names, where, **options)
-        store, manifest, arrays = opened or open_arrays(store, source, names, where, **options)
-        store = with_cache(store, cache, manifest.digest, in_place=True)
-        dataset = Dataset(store, manifest, tuple(arrays.columns), arrays=arrays)
-        check_names(manifest.fields, [*dataset.names, *dataset.output_names], columns)
-        return dataset
-    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
-    store = store.cached(cache, manifest.digest, versions=True)
-    names = choose_fields(manifest.fields, fields, columns)
-    remaining = read_remaining(store, manifest)
-    chosen = choose_selection(where, manifest, store, memory, remaining)
-    left = _exclude(source, chosen, manifest.num_remaining, store)
-    count = 0 if left is None else (manifest.num_remaining if chosen is None else len(chosen)) - len(left)
-    dataset = Dataset(store, manifest, names, left, excluded=count, remaining=remaining)
-    return draw(source, dataset, seed)
-
-
-def draw(source: Source, dataset: Dataset, seed: int) -> Dataset:
-    """Return a dataset with the samples that epochs draw from its selection, if the source has `weights=`."""
-    if source.weights is None:
-        return dataset
-    from streamloader.loader.weights import draw_by_weights
-
-    return replace(dataset, selection=draw_by_weights(source, dataset, dataset.selection, seed))  # type: ignore[arg-type]
 
 
 def lengths_of(dataset: Dataset, name: str) -> NDArray[np.int64]:
@@ -433,33 +347,6 @@ def choose_clips(choice: ClipsChoice, dataset: Dataset, *, chosen: bool) -> Data
     if taken := sorted(columns & set(names)):
         raise FieldError(f"the batch has a column {taken[0]!r} of clips, and the dataset a field", _TWICE)
     return replace(dataset, selection=clipped, names=names)
-
-
-def choose_versions(
-    sources: Sequence[Source], datasets: Sequence[Dataset], saved: Sequence[SourceIdentity]
-) -> list[Source]:
-    """Return the sources, those of which a state has another version than `datasets` with that version."""
-    opened = {each.manifest.digest for dataset in datasets for each in (dataset, *(side[0] for side in dataset.joined))}
-    versions = [(each.digest, each.version) for each in saved]
-    versions += [(digest, version) for each in saved for digest, version, _ in each.joined]
-    missing = [(digest, version) for digest, version in versions if version and digest not in opened]
-    return [_at_version(source, dataset, missing) for source, dataset in zip(sources, datasets, strict=True)]
-
-
-def _at_version(source: Source, dataset: Dataset, missing: Sequence[tuple[str, int]]) -> Source:
-    """Return a source with the version that has one of the `missing` digests, if it has one."""
-    if isinstance(source.url, Join):
-        sides = sides_of(source, source.url)
-        opened = replace(dataset, joined=dataset.joined[:-1]), dataset.joined[-1][0]
-        left, right = (_at_version(side, each, missing) for side, each in zip(sides, opened, strict=True))
-        return source if (left, right) == sides else Source(replace(source.url, left=left, right=right))
-    for digest, version in missing:
-        if source.version is None and dataset.arrays is None and version != dataset.manifest.generation:
-            store = open_store(source.url, source.storage_options)
-            with suppress(UsageError):  # a version whose manifest was not kept
-                if open_root(store, source.split, version).manifest.digest == digest:
-                    return replace(source, version=version)
-    return source
 
 
 def sides_of(source: Source, join: Join) -> tuple[Source, Source]:
@@ -823,48 +710,6 @@ LEAST_CHUNKS = 8
 LEAST_BLOCKS = 16
 # The numbers of samples are handled in pieces of this many bytes.
 PIECE_BYTES = 32 << 20
-
-
-def choose_selection(
-    where: Any, manifest: Manifest, store: Store, memory: int | None, remaining: Remaining | None = None
-) -> Ints | None:
-    """Return the selection of `where`, a `Condition` or as in `WhereChoice` but for texts; None for all samples.
-
-    A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
-    times are those of the manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is
-    read, and for an empty selection; `MemoryBudgetError` if the numbers of the samples take more than `memory` bytes.
-    """
-    if where is None:
-        return None
-    from streamloader.format.conditions import Condition, matching_samples
-    from streamloader.order.selection import check_fits, check_some, select
-
-    if not isinstance(where, Condition):
-        return select(where, manifest.num_remaining, memory)
-    times, check = time_labels(manifest), partial(check_fits, memory=memory)
-    samples = matching_samples(where, store, manifest, remaining, times=times, check=check)
-    return check_some(samples, manifest.num_remaining)
-
-
-def _exclude(source: Source, selection: Ints | None, num_samples: int, store: Store) -> Ints | AllBut | None:
-    """Return a selection of a source's samples (None: all) without those in `exclude=`, which may name files of them.
-
-    Raises as `number_files`, and `SelectionError` for other values
-    than sample numbers, for a line of a file without one, and if no sample is left; `NotFoundError` without a file.
-    """
-    choice: Any = source.exclude
-    if choice is None:
-        return selection
-    from streamloader.format.conditions import number_files, parse_lines
-    from streamloader.order.selection import exclude
-    from streamloader.samples import distinct
-
-    if isinstance(choice, str | os.PathLike):
-        own = {"split": source.split, "source": store.url}
-        files = number_files(store, choice, "exclude")
-        choice = np.concatenate([parse_lines(data, name, num_samples, own) for name, data in files])
-    excluded = distinct(in_range(whole_numbers(choice, "exclude"), num_samples, "exclude"))
-    return exclude(selection, excluded, num_samples)
 
 
 def choose_packs(

@@ -34,6 +34,7 @@ from streamloader.loader.bad_samples import BadSamples
 from streamloader.loader.batches import BatchFormat, Columns, split_rows
 from streamloader.loader.describe import describe
 from streamloader.loader.epochs import Epochs
+from streamloader.loader.opening import choose_versions, open_dataset
 from streamloader.loader.world import ranks_of_node, ranks_on_this_machine, read_world
 from streamloader.options import Join, Pack, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder, OrderParams
@@ -392,7 +393,7 @@ class Loader:
         columns += {"raise": (), "mask": ("error",), "replace": ("replaced",)}[given.on_error]
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._open_dataset = partial(
-            arguments.open_dataset,
+            open_dataset,
             columns=columns,
             memory=memory,
             shuffle=given.shuffle is not False,
@@ -719,7 +720,7 @@ class Loader:
         """
         sources, datasets, first = list(self._sources), self._datasets, self._first
         if not force:
-            sources = arguments.choose_versions(sources, datasets, first.saved_sources(state))
+            sources = choose_versions(sources, datasets, first.saved_sources(state))
         if sources != list(self._sources):
             datasets = self._open(sources, self._fields)
             first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))

@@ -1,4 +1,4 @@
-"""Opens the two datasets of a `Join`: the left one, with the fields that the right one has for each of its samples."""
+"""Joins two datasets: the left one, with the fields that the right one has for each of its samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from streamloader.errors import FieldError, SelectionError, UsageError
 from streamloader.format.keys import check_found, find_rows, read_keys
 from streamloader.format.manifest import check_name
 from streamloader.format.reader import GAP_BYTES
-from streamloader.loader.arguments import Source, choose_fields, draw, open_dataset, sides_of
-from streamloader.options import MIB, Cache, Join
+from streamloader.loader.arguments import choose_fields
+from streamloader.options import MIB, Join
 from streamloader.order.schedule import Ints
 from streamloader.samples import distinct
 
@@ -24,28 +24,11 @@ TIMES, BYTES = 4, 256 * MIB
 BLOCKS = 32  # blocks of a dataset that are looked at
 
 
-def open_join(
-    source: Source,
-    fields: Sequence[str] | None,
-    columns: Sequence[str],
-    *,
-    memory: int | None,
-    seed: int,
-    cache: Cache | None = None,
+def join_datasets(
+    join: Join, left: Dataset, right: Dataset, fields: Sequence[str] | None, columns: Sequence[str]
 ) -> Dataset:
-    """Open the datasets of a join; the arguments are those of `open_dataset`. Raises as `Join`."""
-    join = source.url
-    assert isinstance(join, Join)
-    sides = sides_of(source, join)
-    for side in sides:
-        if side.used:
-            remedy = "convert the arrays to a dataset with streamloader convert"
-            raise UsageError(f"a Join with {side.url} read as arrays in place", remedy)
-    if sides[1].weights is not None:
-        raise UsageError(f"weights= of {sides[1].url}, the right side of a Join", "give weights= to the left side")
-    nested = isinstance(sides[0].url, Join)
-    left = open_dataset(replace(sides[0], weights=None), None if nested else (), memory=memory, cache=cache)
-    right = open_dataset(sides[1], (), memory=memory, cache=cache)
+    """Return the left dataset with fields of both; the arguments are those of `open_dataset`. Raises as `Join`."""
+    nested = bool(left.joined)
     rows = _match(join, left, right)
     own = left.layouts if nested else left.manifest.fields
     offered = _offered(join, right)
@@ -63,8 +46,7 @@ def open_join(
         left = _without(left, rows < 0)
     if rows is not None and np.array_equal(rows, np.arange(len(rows))):
         rows = None
-    joined = (*left.joined, (replace(right, selection=None), rows))
-    return draw(sides[0], replace(left, names=names, joined=joined), seed)
+    return replace(left, names=names, joined=(*left.joined, (replace(right, selection=None), rows)))
 
 
 def _offered(join: Join, right: Dataset) -> dict[str, str]:

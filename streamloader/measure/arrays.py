@@ -9,7 +9,8 @@ from typing import Any
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import FormatError
-from streamloader.loader.arguments import Source, open_dataset
+from streamloader.loader.arguments import Source
+from streamloader.loader.opening import open_dataset
 from streamloader.options import Sampling
 from streamloader.storage import open_store, references_url
 from streamloader.zarr.codecs import chunk_codec

@@ -19,7 +19,8 @@ from streamloader.engine.dataset import Dataset
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.images.decode import ImageDecoder
-from streamloader.loader.arguments import Source, open_dataset
+from streamloader.loader.arguments import Source
+from streamloader.loader.opening import open_dataset
 from streamloader.options import MIB, Decode
 from streamloader.order.epoch_order import permute
 from streamloader.stats import Counters, quotient
