@@ -3,7 +3,7 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -225,12 +225,21 @@ def test_the_order_oracle_shares_no_code_with_the_package():
     assert not [name for name, _ in imports("testing/order.py") if name.split(".")[0] in ("streamloader", "numpy")]
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    """Also for types only, but not inside functions."""
+def lines_of(nodes: Iterable[ast.AST]) -> set[int]:
+    return {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("left_out", ["functions", "types"])
+def test_no_modules_import_each_other_in_a_circle(left_out):
+    """Neither when they are imported, nor later, by a function; only types may be of a module that imports this one."""
 
     def imported(module: str) -> Iterator[str]:
-        later = {line for _, node in functions(module) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-        for path in (name.split(".")[1:] for name, line in imports(module) if line not in later):
+        nodes = [node for _, node in functions(module)]
+        if left_out == "types":
+            checks = (node for node in ast.walk(tree(module)) if isinstance(node, ast.If))
+            nodes = [node for node in checks if ast.unparse(node.test) == "TYPE_CHECKING"]
+        left = lines_of(nodes)
+        for path in (name.split(".")[1:] for name, line in imports(module) if line not in left):
             ways = ("/".join(each) + end for each in (path, path[:-1]) for end in (".py", "/__init__.py"))
             yield from [way for way in ways if way in MODULES][:1]
 

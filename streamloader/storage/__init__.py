@@ -8,27 +8,13 @@ Importing this package starts no thread, loop or client; opening a store makes n
 """
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import RangeReader, Store, check_protocol
+from streamloader.storage.store import RangeReader, Store, open_store
 from streamloader.storage.url import REFERENCES, parse_location, url_text
 
 __all__ = ["ObjectInfo", "RangeReader", "Store", "open_beside", "open_store", "references_store", "references_url"]
 REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
-
-
-def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store of `url`, an fsspec URL or a local path, with the `storage_options` of its fsspec filesystem.
-
-    The option `retry` is the `RetryPolicy` of all requests. The data plane (`Store.reader`) does not retry; call it
-    through `Store.retries`. Raises `UsageError` if `url` is not a URL, and `UnsupportedError` for a protocol that is
-    unknown or whose package is not installed.
-    """
-    location = parse_location(url, options)
-    check_protocol(location)
-    return Store(location)
 
 
 def open_beside(store: Store, url: str | os.PathLike[str]) -> tuple[Store, str]:

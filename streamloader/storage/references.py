@@ -5,6 +5,8 @@ to the file. Anybody may have written it, so nothing in it is evaluated but name
 it cannot make this process read whatever it names.
 """
 
+from __future__ import annotations
+
 import ast
 import base64
 import itertools
@@ -18,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -29,10 +31,12 @@ from streamloader.storage.generic import checked_redirects, is_cloud_service
 from streamloader.storage.objects import ObjectInfo, ReadOnlyClient
 from streamloader.storage.optional import pa, pq
 from streamloader.storage.process import finished_before_exit
-from streamloader.storage.store import Store
 from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location, redact
 
-OpenStore: TypeAlias = Callable[[str, Mapping[str, Any] | None], Store]
+if TYPE_CHECKING:  # a store may be one of references, which opens those of their targets
+    from streamloader.storage.store import Store
+
+OpenStore: TypeAlias = "Callable[[str, Mapping[str, Any] | None], Store]"
 MAX_GENERATED = 1 << 20  # references of the `gen` of a file: 20 s
 MAX_TEXT = 1 << 12  # characters of a URL that has expressions
 MAX_PAGE_BYTES = 1 << 28  # of a page of Parquet, decompressed

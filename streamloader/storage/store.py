@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -22,7 +23,7 @@ from streamloader.storage.cache import WAIT_SECONDS, RangeCache, range_cache
 from streamloader.storage.objects import TEMPORARY_SUFFIX, Client, ObjectInfo, checked_path, join_path, object_path
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import OnRetry, Retrier, cause_of, translated
-from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
+from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, parse_location, redact
 
 Result = TypeVar("Result")
 _READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the store's client
@@ -328,7 +329,19 @@ def _shared(key: str) -> tuple[PerProcess[Retrier], PerProcess[Client], PerProce
     return PerProcess(), PerProcess(), PerProcess()
 
 
-def check_protocol(location: Location) -> None:
+def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+    """Return the store of `url`, an fsspec URL or a local path, with the `storage_options` of its fsspec filesystem.
+
+    The option `retry` is the `RetryPolicy` of all requests. The data plane (`Store.reader`) does not retry; call it
+    through `Store.retries`. Raises `UsageError` if `url` is not a URL, and `UnsupportedError` for a protocol that is
+    unknown or whose package is not installed.
+    """
+    location = parse_location(url, options)
+    _check_protocol(location)
+    return Store(location)
+
+
+def _check_protocol(location: Location) -> None:
     """Raise `UnsupportedError` for a protocol that is unknown to fsspec or whose package is not installed."""
     if location.protocol in _NOT_OF_FSSPEC:
         return
@@ -355,7 +368,6 @@ def _open_client(location: Location) -> Client:
 
             return S3Client(location)
         if location.protocol in REFERENCES:
-            from streamloader.storage import open_store
             from streamloader.storage.icechunk import IcechunkClient
             from streamloader.storage.references import ReferenceClient
 
