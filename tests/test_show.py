@@ -73,6 +73,11 @@ def test_hostile_texts_and_class_names_are_escaped():
     assert html.count("&lt;script&gt;") >= 4
 
 
+def test_surrogates_which_json_may_have_are_no_error():
+    html = show_batch({"t\ud800": ["a\udfff"], "label": np.array([0])}, Looks(classes={"label": ["b\ud800"]})).html
+    assert {"a?", "b? (0)"} <= set(re.findall(r">([^<>]+)<", html))
+
+
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 def test_an_encoded_image_is_shown_as_it_is(kind):
     data = encoded(picture(3), kind)
@@ -93,10 +98,30 @@ def test_a_large_image_is_sent_smaller_and_one_that_browsers_lack_as_png():
         assert len(shown.media[0].read()) < len(data) * 4
 
 
-def _tiff(pixels: np.ndarray) -> bytes:
+def _tiff(pixels: np.ndarray, kind: str = "TIFF") -> bytes:
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "TIFF")
+    Image.fromarray(pixels).save(out, kind)
     return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"),
+    [("PNG", np.uint16, 900), ("TIFF", np.uint16, 65535), ("TIFF", np.int32, 10**6), ("TIFF", np.float32, 0.5)],
+)
+def test_an_encoded_image_of_more_than_8_bits_is_shown_from_its_least_to_its_largest_value(kind, dtype, most):
+    gradient = np.linspace(0, most, 60 * 50).reshape(60, 50).astype(dtype)
+    shown = cell("image", _tiff(gradient, kind), TEXT)
+    assert shown.text.endswith(", contrast stretched")
+    with Image.open(io.BytesIO(shown.media[0].read())) as image:
+        np.testing.assert_allclose(np.asarray(image), np.linspace(0, 255, 60 * 50).reshape(60, 50), atol=2)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(np.uint16, 65535), (np.float32, 1), (np.float64, 1e308)])
+def test_an_array_of_three_channels_is_an_image_whatever_its_dtype(dtype, most):
+    shown = cell("x", (picture(2, 40, 50) / 255 * most).astype(dtype), TEXT)
+    assert (shown.kind, shown.size) == ("image", (50, 40))
+    with Image.open(io.BytesIO(shown.media[0].read())) as image:
+        assert image.mode == "RGB"
 
 
 def test_an_image_that_says_it_is_enormous_is_shown_as_bytes():
@@ -130,6 +155,23 @@ def test_a_heat_map_has_the_lowest_value_dark_and_what_is_not_finite_transparent
     assert ((shown[::factor, ::factor, 3] == 255) == np.isfinite(values)).all()
 
 
+def test_a_plot_has_no_point_for_what_is_not_finite_and_the_range_of_the_others():
+    values = np.linspace(-1, 1, 100) * 1e308
+    values[[3, 40, 41]] = np.nan, np.inf, -np.inf
+    points = [tuple(map(float, point.split(","))) for point in media.polyline(values).split()]
+    assert len(points) == 97
+    assert (points[0], points[-1]) == ((0, 60), (240, 0))
+    assert media.polyline(np.full(20, np.nan)) == ""
+
+
+def test_complex_numbers_are_shown_as_they_are_and_by_their_magnitudes():
+    assert cell("z", np.complex64(3 + 4j), TEXT).text == "(3+4j)"
+    assert cell("z", np.array([3 + 4j, 0]), TEXT).text == "complex128 2, magnitudes 0 to 5 [3.+4.j, 0.+0.j]"
+    plot = cell("z", np.arange(40) * 1j, TEXT)
+    assert (plot.kind, plot.text) == ("plot", "complex128 40, magnitudes 0 to 39")
+    assert cell("z", np.ones((9, 9)) * 1j, TEXT).kind == "heat"
+
+
 def test_an_image_that_was_normalised_is_shown_in_its_own_colours():
     pixels = picture(5, 40, 50)
     mean, std = (np.array(each, np.float32) for each in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -153,6 +195,17 @@ def test_rows_say_which_sample_they_are_and_what_is_wrong_with_them():
     assert [row.index["index"] for row in rows] == [7, 8, 9]
     assert [row.marks for row in rows] == [(), ("error",), ("padding",)]
     assert all(set(row.cells) == {"x"} for row in rows)
+
+
+def test_stored_fields_are_values_whatever_their_names():
+    batch = {"source": ["wiki", "web"], "error": np.array([0.5, 0.1]), "valid": np.array([False, True])}
+    batch |= {"index": np.array([7, 8]), "index_x": np.array([np.nan, 1]), "replaced": np.ones((2, 3))}
+    rows = rows_of(batch, Looks(fields=batch.keys() - {"index"}))
+    assert rows[0].cells["source"].text == "wiki"
+    assert rows[0].index == {"index": 7}
+    assert all(row.cells.keys() == batch.keys() - {"index"} and not row.marks for row in rows)
+    (row,) = rows_of({"index": np.zeros((1, 2)), "error": [np.zeros(3)], "source": ["a"]}, TEXT)  # of a notebook
+    assert row.cells.keys() == {"index", "error", "source"}
 
 
 @given(st.lists(st.integers(0, 20), max_size=6))

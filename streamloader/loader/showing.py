@@ -34,7 +34,7 @@ def looks_of(loader: Loader, tokens: Callable[[Sequence[int]], Sequence[str]] | 
     named = [name for name in BOXES if name in loader.fields]
     if not boxes and named and len(encoded) == 1:
         boxes = {encoded[0]: (named[0], False)}
-    return Looks(loader.classes, images, boxes, tokens)
+    return Looks(loader.classes, images, boxes, tokens, loader.fields.keys())
 
 
 def show_step(loader: Loader, at: tuple[int, int, int | None], most: int) -> Shown:

@@ -6,7 +6,7 @@ A cell says which macro of `templates/cells.html` renders it, and what that need
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -52,13 +52,15 @@ class Looks:
 
     `classes`: class names by column. `images`: the columns of decoded images, each with the (mean, std) that they were
     normalised by, or None. `boxes`: the column of boxes, and whether they are corners, by the column of their image.
-    `tokens`: returns the texts of token numbers, by a tokenizer.
+    `tokens`: returns the texts of token numbers, by a tokenizer. `fields`: the columns that are stored, and so are no
+    number or mark of a sample, whatever their names.
     """
 
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     images: Mapping[str, Any] = field(default_factory=dict)
     boxes: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     tokens: Callable[[Sequence[int]], Sequence[str]] | None = None
+    fields: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,15 @@ def to_numpy(value: Any) -> Any:
 
 
 def _row(number: int, values: dict[str, Any], looks: Looks) -> Row:
+    own = {name: value for name, value in values.items() if name not in looks.fields}
     index = {
-        name: int(values.pop(name))
-        for name in list(values)
-        if name in ("index", "source") or (name.startswith("index_") and np.ndim(values[name]) == 0)
+        name: int(value)
+        for name, value in own.items()
+        if (name in ("index", "source") or name.startswith("index_")) and isinstance(value, int | np.integer)
     }
-    marks = tuple(text for name, (sign, text) in MARKS.items() if name in values and bool(values[name]) is sign)
-    values = {name: value for name, value in values.items() if name not in MARKS or np.ndim(value)}
+    flags = {name for name, value in own.items() if name in MARKS and isinstance(value, bool | np.bool_)}
+    marks = tuple(text for name, (sign, text) in MARKS.items() if name in flags and bool(own[name]) is sign)
+    values = {name: value for name, value in values.items() if name not in flags | index.keys()}
     cells = {name: cell(name, value, looks, values) for name, value in values.items()}
     cells = dict(sorted(cells.items(), key=lambda pair: FIRST.find(pair[1].kind) % len(FIRST)))
     return Row(number, cells, marks, index)
@@ -138,7 +142,7 @@ def _cut(text: str) -> str:
 
 def _of_bytes(name: str, data: bytes, looks: Looks, others: Mapping[str, Any]) -> Cell:
     if (of := media.image_size(data)) is not None:
-        text = f"{of.format} {of.width} x {of.height}, {len(data):,} bytes"
+        text = f"{of.format} {of.width} x {of.height}, {len(data):,} bytes{', contrast stretched' * of.deep}"
         shown = Cell("image", text, (media.encoded_image(data, of),), size=(of.width, of.height))
         return _with_boxes(name, shown, looks, others)
     if kind := media.media_type(data):
@@ -150,23 +154,32 @@ def _of_bytes(name: str, data: bytes, looks: Looks, others: Mapping[str, Any]) -
 
 
 def _of_array(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
-    if values.dtype.kind == "c":
-        values = np.abs(values)
     if not values.ndim:
         return _of_number(name, values, looks)
-    if name in looks.images or (values.dtype == np.uint8 and values.ndim >= 3 and _channels_last(values)):
+    if name in looks.images or (values.ndim >= 3 and _are_pixels(values)):
         return _with_boxes(name, _of_pixels(values, looks.images.get(name)), looks, others)
-    if values.ndim == 1:
-        return _of_vector(name, values, looks, others)
+    named = looks.tokens is not None and ("token" in name or "input_ids" in name)
+    if values.ndim == 1 and values.dtype.kind in "iu" and (named or len(values) > NUMBERS_SHOWN):
+        return _of_tokens(name, values, looks, others)
+    text = describe(values)
     if values.size <= NUMBERS_SHOWN:
-        return Cell("number", f"{describe(values)} {np.array2string(values, precision=6, separator=', ')}")
-    if not values.size:
-        return Cell("number", describe(values))
-    planes = values.reshape(-1, *values.shape[-2:])
+        return Cell("number", f"{text} {np.array2string(values, precision=6, separator=', ')}")
+    values = np.abs(values) if values.dtype.kind == "c" else values
+    if values.dtype.kind == "b":
+        text += f", {int(values.sum()):,} true"
+    elif values.ndim == 1:
+        return Cell("plot", text, points=media.polyline(values))
+    planes = values.reshape(-1, *values.shape[-2:]) if values.ndim > 1 else values[None, None]
     limits = media.value_range(planes[:FRAMES_SHOWN])
     frames = tuple(media.heat_map(plane, limits) for plane in planes[:FRAMES_SHOWN])
     more = f", {len(planes)} planes, the first {FRAMES_SHOWN} shown" if len(planes) > FRAMES_SHOWN else ""
-    return Cell("frames" if len(planes) > 1 else "heat", describe(values) + more, frames)
+    return Cell("frames" if len(planes) > 1 else "heat", text + more, frames)
+
+
+def _are_pixels(values: NDArray[Any]) -> bool:
+    """Return whether an array is taken for images: three channels of any numbers, or also one or four of bytes."""
+    kinds = "u" if values.dtype == np.uint8 else "" if values.shape[-1] != 3 else "uif"
+    return values.dtype.kind in kinds and _channels_last(values)
 
 
 def _channels_last(values: NDArray[Any]) -> bool:
@@ -198,17 +211,6 @@ def _of_pixels(values: NDArray[Any], normalization: Any = None) -> Cell:
     return Cell("frames" if len(images) > 1 else "image", text + more, shown, size=(width, height))
 
 
-def _of_vector(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
-    named = looks.tokens is not None and ("token" in name or "input_ids" in name)
-    if values.dtype.kind in "iu" and (named or len(values) > NUMBERS_SHOWN):
-        return _of_tokens(name, values, looks, others)
-    if len(values) <= NUMBERS_SHOWN:
-        return Cell("number", f"{describe(values)} {np.array2string(values, precision=6, separator=', ')}")
-    if values.dtype.kind == "b":
-        return Cell("heat", f"{describe(values)}, {int(values.sum()):,} true", (media.heat_map(values[None]),))
-    return Cell("plot", describe(values), points=media.polyline(values))
-
-
 def _of_tokens(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
     """Return tokens as texts, or as their numbers; those of packed rows by document."""
     shown = values[:TOKENS_SHOWN]
@@ -230,7 +232,7 @@ def describe(values: NDArray[Any]) -> str:
     if not values.size or values.dtype.kind == "b":
         return f"{values.dtype} {shape}"
     low, high = media.value_range(values)
-    return f"{values.dtype} {shape}, {low:.6g} to {high:.6g}"
+    return f"{values.dtype} {shape},{' magnitudes' * (values.dtype.kind == 'c')} {low:.6g} to {high:.6g}"
 
 
 def _with_boxes(name: str, shown: Cell, looks: Looks, others: Mapping[str, Any]) -> Cell:
@@ -239,11 +241,7 @@ def _with_boxes(name: str, shown: Cell, looks: Looks, others: Mapping[str, Any])
     boxes = to_numpy(others.get(column))
     if not isinstance(boxes, np.ndarray) or boxes.ndim != 2 or boxes.shape[-1] != 4 or shown.kind != "image":
         return shown
-    names = [
-        each
-        for each, value in others.items()
-        if each != column and np.ndim(to_numpy(value)) == 1 and len(value) == len(boxes) and each in looks.classes
-    ]
+    names = [each for each, value in others.items() if each in looks.classes and np.shape(value) == (len(boxes),)]
     drawn = []
     for number, box in enumerate(boxes[:BOXES_SHOWN].astype(np.float64).tolist()):
         x, y, width, height = [*box[:2], box[2] - box[0], box[3] - box[1]] if corners else box

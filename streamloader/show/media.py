@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +33,15 @@ class Media(NamedTuple):
 
 
 class ImageSize(NamedTuple):
-    """The format of an encoded image, and its size in pixels as it is shown, turned by its EXIF orientation."""
+    """The format of an encoded image, and its size in pixels as it is shown, turned by its EXIF orientation.
+
+    `deep`: it has more than 8 bits in a channel, which are shown from the least to the largest value.
+    """
 
     format: str
     width: int
     height: int
+    deep: bool = False
 
 
 def image_size(data: bytes) -> ImageSize | None:
@@ -51,14 +55,14 @@ def image_size(data: bytes) -> ImageSize | None:
                 turned = image.getexif().get(0x0112, 1) >= 5
                 width, height = image.size[::-1] if turned else image.size
                 small = width * height <= MOST_PIXELS
-                return ImageSize(image.format or "", width, height) if small else None
+                return ImageSize(image.format or "", width, height, image.mode[0] in "IF") if small else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, TypeError, KeyError, IndexError):
         return None  # Pillow's readers raise any of these for other bytes
 
 
 def encoded_image(data: bytes, of: ImageSize) -> Media:
     """Return an encoded image as it is, or, if it is large or in a format that browsers lack, a smaller copy."""
-    if of.format in _IMAGES and len(data) <= MOST_BYTES:
+    if of.format in _IMAGES and len(data) <= MOST_BYTES and not of.deep:
         return Media(f"image/{of.format.lower()}", lambda: data, len(data))
     return Media("image/png", lambda: _thumbnail(data), len(data))
 
@@ -71,6 +75,8 @@ def _thumbnail(data: bytes) -> bytes:
         with Image.open(io.BytesIO(data)) as image:
             image.draft("RGB", (THUMBNAIL, THUMBNAIL))  # of JPEG, which decodes fewer pixels
             small = ImageOps.exif_transpose(image)
+            if small.mode[0] in "IF":
+                small = Image.fromarray(_to_bytes(np.asarray(small)))
             small.thumbnail((THUMBNAIL, THUMBNAIL))
             return _png(small if small.mode in ("L", "RGB", "RGBA") else small.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
@@ -97,15 +103,22 @@ def pixels(values: NDArray[Any]) -> Media:
 def _to_bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
     if values.dtype == np.uint8:
         return values
-    low, high = value_range(values)
-    scaled = (values.astype(np.float64) - low) * (255 / ((high - low) or 1))
+    scaled = _scaled(values, value_range(values)) * 255
     return np.nan_to_num(scaled, nan=0, posinf=255, neginf=0).clip(0, 255).astype(np.uint8)
 
 
 def value_range(values: NDArray[Any]) -> tuple[float, float]:
-    """Return the least and the largest finite value, (0, 0) if there is none."""
-    finite = values[np.isfinite(values)] if values.dtype.kind in "fc" else values
+    """Return the least and the largest finite value, or magnitude of complex ones; (0, 0) if there is none."""
+    values = np.abs(values) if values.dtype.kind == "c" else values
+    finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _scaled(values: NDArray[Any], limits: tuple[float, float]) -> NDArray[np.float64]:
+    """Return where values are between the limits: 0 at the lower, 1 at the upper one."""
+    low, high = (each / 2 for each in limits)  # the difference of two floats may be infinite
+    position: NDArray[np.float64] = (values.astype(np.float64) / 2 - low) / ((high - low) or 1)
+    return position
 
 
 def heat_map(values: NDArray[Any], limits: tuple[float, float] | None = None) -> Media:
@@ -117,11 +130,11 @@ def heat_map(values: NDArray[Any], limits: tuple[float, float] | None = None) ->
     steps = (max(1, -(-length // MOST_SIDE)) for length in values.shape)
     thin = values[tuple(slice(None, None, step) for step in steps)].copy()
     found = value_range(values) if limits is None else limits
-    return Media("image/png", lambda: _heat_png(thin, *found), thin.nbytes)
+    return Media("image/png", lambda: _heat_png(thin, found), thin.nbytes)
 
 
-def _heat_png(thin: NDArray[Any], low: float, high: float) -> bytes:
-    position = (thin.astype(np.float64) - low) / ((high - low) or 1)
+def _heat_png(thin: NDArray[Any], limits: tuple[float, float]) -> bytes:
+    position = _scaled(thin, limits)
     finite = np.isfinite(position)
     places = np.linspace(0, 1, len(_COLOURS))
     table = np.array(_COLOURS, np.float64).T
@@ -146,13 +159,15 @@ def _png(image: Any) -> bytes:
 
 
 def polyline(values: NDArray[Any], width: float = 240, height: float = 60) -> str:
-    """Return the points of an SVG polyline of a vector, at most two for each pixel of its width."""
-    values = np.nan_to_num(values.astype(np.float64))
-    pieces = np.array_split(values, min(len(values), int(width)))
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    """Return the points of an SVG polyline of a vector, at most two for each pixel of its width.
+
+    Values that are not finite have no point.
+    """
+    scaled = _scaled(values, value_range(values))
+    pieces = np.array_split(scaled, min(len(values), int(width)))
     points: list[str] = []
     for number, piece in enumerate(pieces):
-        x = number * width / max(1, len(pieces) - 1)
-        ends: Sequence[float] = [piece[0]] if len(piece) == 1 else [piece.min(), piece.max()]
-        points += [f"{x:.1f},{height - (float(each) - low) / ((high - low) or 1) * height:.1f}" for each in ends]
+        x, finite = number * width / max(1, len(pieces) - 1), piece[np.isfinite(piece)]
+        ends = finite if len(finite) < 2 else (finite.min(), finite.max())
+        points += [f"{x:.1f},{height - float(each) * height:.1f}" for each in ends]
     return " ".join(points)

@@ -36,7 +36,7 @@ def environment() -> Any:
 def render(template: str, **values: Any) -> str:
     """Return a template, such as `show/batch.html`, with these values."""
     html: str = environment().get_template(template).render(**values)
-    return html
+    return html.encode(errors="replace").decode()  # JSON may have surrogates, which no page can
 
 
 def data_uri(media: Media) -> str:
