@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import quote
@@ -23,6 +24,10 @@ from viewing import FIELDS, HOSTILE, Client, serving, value
 import streamloader as sl
 from streamloader.errors import StateError, UsageError
 from streamloader.loader.dataset import NumpyMixture
+from streamloader.options import Sampling
+from streamloader.view import overview as view_overview
+from streamloader.view import viewer as viewer_module
+from streamloader.view.facts import histogram, statistics
 from streamloader.view.run import RunOptions
 from streamloader.view.server import Server
 from streamloader.view.viewer import Viewer, ViewOptions, load_tokenizer
@@ -173,8 +178,9 @@ def test_statistics_are_those_of_all_values_or_say_that_they_are_sampled(client,
     assert '<td>ant</td><td class="number">67</td>' in classes
     monkeypatch.setattr("streamloader.view.facts.EXACT_BYTES", 0)
     monkeypatch.setattr("streamloader.view.facts.EXACT_LENGTHS", 0)
-    assert "(sampled)" in client.get("/statistics?field=plane").text
-    assert "(sampled)" in client.get("/statistics?field=tokens").text
+    with serving(ViewOptions(RunOptions(url))) as other:
+        assert "(sampled)" in other.get("/statistics?field=plane").text
+        assert "(sampled)" in other.get("/statistics?field=tokens").text
 
 
 def test_statistics_that_were_saved_in_the_dataset_are_shown_too(tmp_path, capsys):
@@ -359,8 +365,6 @@ def test_windows_of_arrays_in_place_are_frames_and_patches_are_drawn_on_their_ar
         array[:] = values
     windows = sl.Window(history=3, lead=1)
     options = {"batch_size": 4}
-    from streamloader.options import Sampling
-
     run_of = RunOptions(str(tmp_path / "a.zarr"), given=options, sampling=Sampling(sample_axis="time", windows=windows))
     with serving(ViewOptions(run_of)) as client:
         page = client.get("/step?step=2")
@@ -547,3 +551,172 @@ def test_ctrl_c_ends_the_command_while_a_store_does_not_answer(url):
                 process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
         assert isinstance(waiting.exception(30), OSError | HTTPException)
+
+
+def written(path, fields, values, **options):
+    """The URL of a dataset with these values."""
+    with sl.Writer(path, fields, layout=SMALL, **options) as writer:
+        for each in values:
+            writer.write(each)
+    return str(path)
+
+
+def test_fields_may_have_the_names_of_what_batches_have_besides(tmp_path):
+    fields = {"index": "float32", "source": "text", "error": "float32"}
+    values = [{"index": 0.5, "source": "wiki", "error": 0.25} for _ in range(5)]
+    with serving(ViewOptions(RunOptions(written(tmp_path / "d", fields, values)))) as client:
+        for page in ("/step", "/samples", "/sample?number=4"):
+            answer = client.get(page)
+            assert answer.status == 200, answer.text
+            assert all(f">{each}<" in answer.text for each in ("0.5", "wiki", "0.25"))
+            assert answer.text.count('"mark"') == answer.text.count("padding")
+
+
+def test_what_has_no_samples_says_so(tmp_path):
+    with serving(ViewOptions(RunOptions(written(tmp_path / "d", {"x": "int64"}, [])))) as client:
+        assert "epoch 0 has no steps" in client.get("/step").text
+        assert "0 samples" in client.get("/samples").text
+        assert client.get("/statistics?field=x").status == 200
+
+
+def test_the_order_counts_blocks_through_the_sources_of_a_mixture_and_among_selected_samples(tmp_path):
+    url = written(tmp_path / "d", {"x": "int64[300]"}, [{"x": np.full(300, i)} for i in range(300)])
+    a, b = sl.Source(url, where=slice(0, 40)), sl.Source(url, where=slice(40, 300))
+    mixture = NumpyMixture({a: 0.5, b: 0.5}, batch_size=8, num_workers=0, with_index=True, seed=1)
+    sizes = [source.params.block for source in mixture._start.sources]
+    first = -(-40 // sizes[0])
+    with serving(ViewOptions(RunOptions(None, description=mixture.describe()))) as client:
+        (batch,) = mixture.replay(0, [3])
+        numbers = batch["index"] - np.where(batch["source"], 40, 0)
+        blocks = np.where(batch["source"], first + numbers // sizes[1], numbers // sizes[0])
+        text = client.get("/order?step=3").text
+        assert f"<td>{', '.join(map(str, np.unique(blocks)))}</td>" in text
+        assert f"Source 1: Block {sizes[1]} samples" in text
+    with serving(ViewOptions(RunOptions(url, given={"where": slice(290, 300), "batch_size": 5}))) as client:
+        places = [float(x) for x in re.findall(r'cx="([\d.]+)"', client.get("/order").text)]
+        assert 0 < min(places) < max(places) < 596
+
+
+def test_numbers_of_packed_rows_lead_to_no_sample(url, tmp_path):
+    packed = sl.NumpyDataset(url, batch_size=2, fields=["tokens"], pack={"tokens": 65}, num_workers=0, with_index=True)
+    with sl.LossLog(packed, tmp_path / "losses.jsonl") as log:
+        log(next(iter(packed)), np.ones(2))
+    with serving(ViewOptions(RunOptions(None), losses=str(tmp_path / "losses.jsonl"))) as client:
+        for page in ("/step", "/losses"):
+            assert shown(client.get(page)) == []
+        assert len(shown(client.get("/samples"))) == 60
+
+
+def test_stored_samples_have_their_boxes_as_the_run_reads_them_and_each_image_its_crop(tmp_path):
+    fields = {"left": "bytes:jpeg", "right": "bytes:jpeg", "boxes": "ragged:float32[4]"}
+    image, boxes = encoded(picture(1, 40, 60), "jpeg"), np.array([[10, 20, 50, 30]], np.float32)
+    url = written(tmp_path / "d", fields, [{"left": image, "right": image, "boxes": boxes}] * 3)
+    decode = {
+        "left": sl.Decode(size=(16, 16), crop="random", boxes="boxes", box_format="xyxy"),
+        "right": sl.Decode(size=(16, 16), crop="center"),
+    }
+    with serving(ViewOptions(RunOptions(url, given={"decode": decode, "batch_size": 3}))) as client:
+        assert '<rect x="10.0" y="20.0" width="40.0" height="10.0">' in client.get("/samples").text
+        link = next(each for each in client.get("/step").addresses if each.startswith("/sample?"))
+        (batch,) = sl.NumpyDataset(
+            url,
+            batch_size=3,
+            num_workers=0,
+            with_index=True,
+            decode={name: replace(each, with_crop=True) for name, each in decode.items()},
+        ).replay(0, [0])
+        for name in ("left", "right"):
+            y, x, height, width = batch[f"{name}_crop"][0][:4].tolist()
+            assert f'<rect x="{x}" y="{y}" width="{width}" height="{height}"><title>the crop' in client.get(link).text
+
+
+def test_samples_keep_their_numbers_while_the_viewer_runs(tmp_path):
+    url = written(tmp_path / "d", {"x": "int64"}, [{"x": 1000 + i} for i in range(50)])
+    with serving(ViewOptions(RunOptions(url))) as client:
+        sl.delete(url, where="x < 1010")
+        assert ">1003<" in client.get("/sample?number=3").text
+        assert ">1000<" in client.get("/samples").text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([-1.7e308, 1.7e308, 0, 1]),  # whose difference is infinite
+        np.array([1, 1 + 2**-52, 1 + 2**-51] * 5),  # between which there are not 40 numbers
+        2**60 + np.arange(0, 400, 7),
+        np.array([np.nan, np.inf]),
+    ],
+)
+def test_values_that_are_far_apart_or_close_have_a_histogram(values):
+    found = histogram("x", values, "")
+    assert sum(count for _, count in found.bars) == np.isfinite(values).sum()
+
+
+def test_a_histogram_says_what_it_is_of(url, monkeypatch):
+    assert histogram("z", np.array([3 + 4j, 0]), "all").of == "all, magnitudes"
+    assert dict(histogram("t", np.array(["a", "b"]), "all").numbers) == {"values": "2"}
+    assert "the 60 most frequent values are drawn" in histogram("c", np.arange(99), "", [str(i) for i in range(99)]).of
+    monkeypatch.setattr("streamloader.view.facts.EXACT_LENGTHS", 0)
+    sampled = statistics(sl.open(url), "caption")
+    lengths = [len(value(i)["caption"].encode()) for i in range(COUNT)]
+    assert dict(sampled.numbers)["max"] == str(max(lengths))
+
+
+def test_headers_that_cannot_be_read_are_refused(client):
+    for headers in ({"Host": "127.0.0.1:x"}, {"Host": "127.0.0.1:99999999"}, {"Cookie": client.cookie + "\xff"}):
+        answer = client.get("/step", **headers)
+        assert (answer.status, answer.headers["X-Frame-Options"]) == (403, "DENY")
+    assert client.get("/?path=x&step=3").headers["Location"] == "/step?path=x&step=3"
+
+
+def test_a_page_opens_the_dataset_and_computes_statistics_once(url, monkeypatch):
+    opened = []
+    for name in ("open_dataset", "NumpyDataset"):
+        of = getattr(viewer_module, name)
+        monkeypatch.setattr(viewer_module, name, lambda *a, of=of, **b: opened.append(of) or of(*a, **b))
+    counted = viewer_module.facts.statistics
+    monkeypatch.setattr("streamloader.view.facts.statistics", lambda *a: opened.append(counted) or counted(*a))
+    with serving(ViewOptions(RunOptions(url))) as client:
+        pages = [f"/sample?number={number}" for number in range(9)] + ["/samples", "/statistics?field=label"]
+        for page in pages * 2:
+            assert client.get(page).status == 200
+    assert len(opened) == 3
+
+
+def test_an_overview_is_read_once_and_is_of_the_array_itself_or_of_a_smaller_level(tmp_path, monkeypatch):
+    import zarr
+
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=3)
+    for name, height, width in [("a", 40, 60), ("b", 80, 120), ("c", 20, 30)]:  # a larger one may be another variable
+        array = group.create_array(name, shape=(3, height, width), chunks=(1, 20, 30), dtype="f4",
+                                   dimension_names=("time", "y", "x"))  # fmt: skip
+        array[:] = np.ones((3, height, width))
+    sampling = Sampling(sample_axis="time", patches=sl.Patch({"y": 10, "x": 10}))
+    given = {"batch_size": 4, "fields": ["a"]}
+    reads, of = [], view_overview.read
+    monkeypatch.setattr(view_overview, "read", lambda dataset: reads.append(dataset) or of(dataset))
+    with serving(ViewOptions(RunOptions(str(tmp_path / "a.zarr"), given=given, sampling=sampling))) as client:
+        assert "a: 40 x 60, the first of time" in client.get("/step").text
+        assert client.get("/step?step=1").status == 200
+    assert len(reads) == 1
+    monkeypatch.setattr(view_overview, "MOST_BYTES", 4000)
+    with serving(ViewOptions(RunOptions(str(tmp_path / "a.zarr"), given=given, sampling=sampling))) as client:
+        assert "c: 20 x 30, the first of time" in client.get("/step").text
+    array = view_overview.Overview(None, (60, 40), ("y", "x"), (10, 10), "")
+    batch = {"index_y": np.array([1, 2, 3]), "index_x": np.array([4, 5, 6]), "source": np.array([0, 1, 0])}
+    assert view_overview.patches(array, batch) == [(4, 1, 0), (6, 3, 2)]
+
+
+def test_live_ranks_have_the_names_of_their_datasets(url):
+    train, val = (sl.NumpyDataset(url, batch_size=6, num_workers=0, seed=seed) for seed in (1, 2))
+    server = sl.metrics.serve({"train": train, "val": val}, port=0)
+    with server, serving(ViewOptions(RunOptions(url), live=server.url)) as client:
+        assert re.findall(r"<tr><td>([^<]+)<", client.get("/live").text) == ["0 of train", "0 of val"]
+
+
+def test_negative_losses_are_drawn_within_the_plot(url, tmp_path):
+    logged(url, tmp_path / "losses.jsonl", 4, 1, 0, 2, -3.0)
+    logged(url, tmp_path / "losses.jsonl", 4, 1, 2, 2, -1.0)
+    with serving(ViewOptions(RunOptions(None), losses=str(tmp_path / "losses.jsonl"))) as client:
+        heights = [float(y) for y in re.findall(r'cy="([-\d.]+)"', client.get("/losses").text)]
+    assert heights == [144.0, 144.0, 52.0, 52.0]

@@ -989,6 +989,10 @@ class Loader:
 
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step, of one rank or of all."""
+        return numbers_among_all(self._datasets)(self._positions(epoch, step, rank, workers))
+
+    def _positions(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
+        """Return the numbers of a step among the selected samples of all sources."""
         world, workers = self._rank, whole("workers", workers)
         rank = None if rank is None else whole("rank", rank, 0)
         start = self._start_of(whole("epoch", epoch, 0), workers)
@@ -997,7 +1001,7 @@ class Loader:
         for each_rank in range(world.size) if rank is None else [rank]:
             share = self._share(start, World(each_rank, world.size).consumer(number, workers))
             samples.append(share.samples(share.after(share.first_start(start.position), turn)))
-        return numbers_among_all(self._datasets)(np.concatenate(samples))
+        return np.concatenate(samples)
 
     def _set_start(self, start: RunState) -> None:
         """Let the next pass begin at `start`, also in workers."""

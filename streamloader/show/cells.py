@@ -81,8 +81,8 @@ def rows_of(batch: Mapping[str, Any], looks: Looks, most: int | None = None) -> 
 
     Values that cannot be shown are shown as texts.
     """
-    columns = {name: _column(batch, name) for name in batch if name.removesuffix(_COLUMN_OFFSETS) not in batch}
-    columns |= {name: _column(batch, name) for name in batch if not name.endswith(_COLUMN_OFFSETS)}
+    columns = {name: column_of(batch, name) for name in batch if name.removesuffix(_COLUMN_OFFSETS) not in batch}
+    columns |= {name: column_of(batch, name) for name in batch if not name.endswith(_COLUMN_OFFSETS)}
     lengths = [len(column) for column in columns.values()]
     count = max(set(lengths), key=lengths.count, default=0)
     columns = {name: column for name, column in columns.items() if len(column) == count}
@@ -90,7 +90,8 @@ def rows_of(batch: Mapping[str, Any], looks: Looks, most: int | None = None) -> 
     return [_row(number, {name: column[number] for name, column in columns.items()}, looks) for number in shown]
 
 
-def _column(batch: Mapping[str, Any], name: str) -> Sequence[Any] | NDArray[Any]:
+def column_of(batch: Mapping[str, Any], name: str) -> Sequence[Any] | NDArray[Any]:
+    """Return the values of a column of a batch, of a ragged one as a list."""
     values, offsets = to_numpy(batch[name]), batch.get(name + _COLUMN_OFFSETS)
     if offsets is None:
         return values if isinstance(values, list | tuple) or np.ndim(values) else [values]

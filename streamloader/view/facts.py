@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.format.dataset import Dataset
-from streamloader.loader.base import Loader
-from streamloader.show.cells import to_numpy
+from streamloader.show.cells import column_of
 
 EXACT_BYTES = 64 << 20  # of a field that is read as a whole
 EXACT_LENGTHS = 1 << 24  # lengths that are read as a whole
 SAMPLED = 24  # places of a larger field, evenly spread, of which a chunk each is read
-SAMPLED_STEPS = 8  # batches of arrays that are read in place
+SAMPLED_STEPS = 8  # batches of what is no field of the dataset
 BINS = 40
 CLASSES = 60  # bars of the most frequent values, if these are numbers of classes
 
@@ -68,7 +68,8 @@ def statistics(dataset: Dataset, name: str) -> Histogram:
         if name in dataset.manifest.lengths and count <= EXACT_LENGTHS:
             return histogram(name, dataset.lengths(name), f"lengths in {unit}, of all {count:,} samples (exact)")
         parts = _sampled(dataset, name, count)
-        lengths = np.array([len(value) for part in parts for value in part], np.int64)
+        sizes = (len(value.encode() if isinstance(value, str) else value) for part in parts for value in part)
+        lengths = np.fromiter(sizes, np.int64)
         return histogram(name, lengths, f"lengths in {unit}, of {lengths.size:,} samples of {count:,} (sampled)")
     if layout.nbytes <= EXACT_BYTES:
         values = dataset.read(name, 0, count)
@@ -86,11 +87,9 @@ def _sampled(dataset: Dataset, name: str, count: int) -> list[Any]:
     return [dataset.read(name, int(start), min(count, int(start) + chunk)) for start in starts]
 
 
-def sampled_statistics(loader: Loader, name: str) -> Histogram:
-    """Return the histogram of a column of arrays that are read in place, of some batches."""
-    steps = np.unique(np.linspace(0, len(loader) - 1, SAMPLED_STEPS).astype(np.int64)).tolist()
-    batches = list(loader.replay(0, steps))
-    columns: list[Any] = [to_numpy(batch[name]) for batch in batches if name in batch]
+def sampled_statistics(batches: Iterable[Mapping[str, Any]], name: str) -> Histogram:
+    """Return the histogram of a column that no dataset stores as a field, of some batches."""
+    columns: list[Any] = [column_of(batch, name) for batch in batches if name in batch]
     parts = [
         np.asarray(part).reshape(-1) for column in columns for part in ([column], column)[isinstance(column, list)]
     ]
@@ -102,8 +101,12 @@ def sampled_statistics(loader: Loader, name: str) -> Histogram:
 def histogram(name: str, values: NDArray[Any], of: str, classes: Sequence[str] = ()) -> Histogram:
     """Return the histogram of values: of each class or few whole numbers, else in bins of equal width."""
     values = values.reshape(-1)
+    if values.dtype.kind not in "biufc":
+        return Histogram(name, of, (), ("", ""), (("values", f"{values.size:,}"),))
     if values.dtype.kind == "b":
         values = values.astype(np.uint8)
+    if values.dtype.kind == "c":
+        values, of = np.abs(values), f"{of}, magnitudes"
     if values.dtype.kind == "f":
         finite = np.isfinite(values)
         missing, values = int((~finite).sum()), values[finite]
@@ -112,10 +115,13 @@ def histogram(name: str, values: NDArray[Any], of: str, classes: Sequence[str] =
     if not values.size:
         return Histogram(name, of, (), ("", ""), (("values", "none"),))
     wide = values.astype(np.float64)
-    numbers = {"min": wide.min(), "max": wide.max(), "mean": wide.mean(), "std": wide.std(), "median": np.median(wide)}
+    with np.errstate(over="ignore"):  # of sums and squares: infinite is shown
+        numbers = {"min": wide.min(), "max": wide.max(), "mean": wide.mean(), "std": wide.std()}
+        numbers["median"] = np.median(wide)
     shown = [(label, f"{value:.6g}") for label, value in numbers.items()]
     shown += [("not finite", f"{missing:,}")] if missing else []
     bars = _bars(values, classes)
+    of += f"; the {CLASSES} most frequent values are drawn" if len(bars) == CLASSES else ""
     ends = (bars[0][0], bars[-1][0]) if classes else (f"{wide.min():.6g}", f"{wide.max():.6g}")
     return Histogram(name, of, bars, ends, tuple(shown))
 
@@ -130,11 +136,14 @@ def with_saved(found: Histogram, saved: Mapping[str, Any]) -> Histogram:
 
 def _bars(values: NDArray[Any], classes: Sequence[str]) -> tuple[tuple[str, int], ...]:
     low, high = values.min(), values.max()
-    whole = values.dtype.kind in "iu"
-    if classes or (whole and int(high) - int(low) < BINS):
-        numbers, counts = np.unique(values, return_counts=True)
-        found = Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True))).most_common(CLASSES)
-        pairs = sorted(found) if not classes else found
-        return tuple((str(classes[n]) if 0 <= n < len(classes) else str(n), count) for n, count in pairs)
-    counts, edges = np.histogram(values.astype(np.float64), BINS)
-    return tuple((f"{edge:.6g}", count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=False))
+    few = classes or (values.dtype.kind in "iu" and int(high) - int(low) < BINS)
+    with suppress(ValueError):  # between numbers that are too close for so many bins
+        if not few:
+            counts, edges = np.histogram(values.astype(np.float64) / 4, BINS)  # a difference of floats may be infinite
+            return tuple(
+                (f"{4 * edge:.6g}", count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=False)
+            )
+    numbers, counts = np.unique(values, return_counts=True)
+    found = Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True))).most_common(CLASSES)
+    pairs = found if classes else sorted(found)
+    return tuple((str(classes[int(n)]) if 0 <= n < len(classes) else str(n), count) for n, count in pairs)

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import StreamloaderError
-from streamloader.loader.base import Loader
 from streamloader.show import media
 from streamloader.show.cells import to_numpy
 from streamloader.storage.store import Store
@@ -25,37 +24,40 @@ SIDE = 512  # pixels of its longer side
 class Overview(NamedTuple):
     """`image`: of the array, None if it is too large to be read. `size`: its (width, height) in elements.
 
-    `boxes`: (x, y, width, height, row) of each patch. `text`: what is shown.
+    `dims`: the names of its vertical and its horizontal dimension, along which patches have the `patch` (width,
+    height). `text`: what is shown.
     """
 
     image: media.Media | None
     size: tuple[int, int]
-    boxes: tuple[tuple[int, int, int, int, int], ...]
+    dims: tuple[str, str]
+    patch: tuple[int, int]
     text: str
 
 
-def draw(loader: Loader, batch: Mapping[str, Any]) -> Overview | None:
-    """Return where the patches of a batch are in their array; None if samples are no patches of two dimensions."""
-    dataset = loader._datasets[0]
-    assert dataset.arrays is not None
-    column = next((each for each in dataset.arrays.columns.values() if len(each.sizes) >= 2), None)
+def read(dataset: Any) -> Overview | None:
+    """Return the array of a loader's dataset; None if its samples are no patches of two dimensions."""
+    columns = () if dataset.arrays is None else dataset.arrays.columns.values()
+    column = next((each for each in columns if len(each.sizes) >= 2), None)
     if column is None:
         return None
     vertical, horizontal = [dim for dim in column.dims if dim in column.sizes][-2:]
-    places = [to_numpy(batch.get(f"index_{dim}", batch.get("index"))) for dim in (vertical, horizontal)]
-    if any(each is None for each in places):
-        return None
-    height, width = (column.sizes[dim] for dim in (vertical, horizontal))
-    ys, xs = (np.asarray(each).tolist() for each in places)
-    boxes = tuple((x, y, width, height, row) for row, (y, x) in enumerate(zip(ys, xs, strict=True)))
-    size = column.lengths[horizontal], column.lengths[vertical]
-    values, source = _read(dataset.store, column, (vertical, horizontal))
-    image = None if values is None else media.heat_map(values)
-    return Overview(image, size, boxes, source)
+    values, text = _read(dataset.store, column, (vertical, horizontal))
+    size, patch = ((of[horizontal], of[vertical]) for of in (column.lengths, column.sizes))
+    return Overview(None if values is None else media.heat_map(values), size, (vertical, horizontal), patch, text)
+
+
+def patches(array: Overview, batch: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Return the corner of each patch of a batch, and its row: (x, y, row). Of a mixture, those of its first source."""
+    vertical, horizontal = (to_numpy(batch.get(f"index_{dim}", batch.get("index"))) for dim in array.dims)
+    if vertical is None or horizontal is None:
+        return []
+    sources = np.asarray(to_numpy(batch.get("source", np.zeros(len(vertical)))))
+    return [(int(horizontal[row]), int(vertical[row]), row) for row in np.flatnonzero(sources == 0).tolist()]
 
 
 def _read(store: Store, column: RegionColumn, dims: tuple[str, str]) -> tuple[NDArray[Any] | None, str]:
-    """Return the array of a column, or a smaller one of its group with the same dimensions, thinned out."""
+    """Return the array of a column, or a smaller level of it in its group, thinned out, and what it is."""
     own = next((member.array for member in column.members if member.array is not None), None)
     if own is None:
         return None, "no array"
@@ -63,9 +65,16 @@ def _read(store: Store, column: RegionColumn, dims: tuple[str, str]) -> tuple[ND
         others = list(read_group(store).arrays.values())
     except StreamloaderError:
         others = []
+    axes = [own.dims.index(dim) for dim in dims]
     like = [each for each in others if each.dims == own.dims and each.dtype == own.dtype]
-    for array in sorted([own, *like], key=lambda each: -prod(each.shape)):
-        axes = [array.dims.index(dim) for dim in dims]
+    smaller = [
+        each
+        for each in like
+        if all(
+            (a > b) if axis in axes else (a == b) for axis, (a, b) in enumerate(zip(own.shape, each.shape, strict=True))
+        )
+    ]
+    for array in [own, *sorted(smaller, key=lambda each: -prod(each.shape))]:
         high = [length if axis in axes else 1 for axis, length in enumerate(array.shape)]
         if prod(high) * array.dtype.itemsize * _waste(array, high) <= MOST_BYTES:
             out = np.empty(high, array.dtype)
@@ -73,7 +82,11 @@ def _read(store: Store, column: RegionColumn, dims: tuple[str, str]) -> tuple[ND
             plane = out.reshape([out.shape[axis] for axis in sorted(axes)])
             plane = plane if axes == sorted(axes) else plane.T
             step = max(1, -(-max(plane.shape) // SIDE))
-            return plane[::step, ::step], f"{array.path or 'array'}: {plane.shape[0]:,} x {plane.shape[1]:,}"
+            rest = ", ".join(dim for dim in own.dims if dim not in dims)
+            text = f"{array.path or 'array'}: {plane.shape[0]:,} x {plane.shape[1]:,}" + (
+                rest and f", the first of {rest}"
+            )
+            return plane[::step, ::step], text
     return None, f"the array is too large to be read for an overview: {' x '.join(map(str, own.shape))}"
 
 

@@ -6,12 +6,15 @@ import importlib
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from streamloader.errors import StateError, UsageError
+import numpy as np
+
+from streamloader.errors import FieldError, StateError, UsageError
 from streamloader.loader.arguments import Source
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
@@ -43,6 +46,9 @@ class RunOptions:
     world_size: int | None = None
     transform: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
+
+
+Opened = TypeVar("Opened", bound=Loader)
 
 
 class Place(NamedTuple):
@@ -92,6 +98,14 @@ def _with_crops(decode: Any) -> Any:
     return replace(decode, with_crop=True, device=None) if cropped else decode
 
 
+def numbered(make: Callable[..., Opened]) -> Opened:
+    """Return a loader whose batches have the numbers of samples, unless a field has that name."""
+    try:
+        return make(with_index=True)
+    except FieldError:
+        return make(with_index=False)
+
+
 class Run:
     """A run over a dataset or a mixture, whose steps are read again. Thread-safe."""
 
@@ -110,16 +124,16 @@ class Run:
         shares: Any = arguments.pop("shares", None)
         if options.transform is None:  # which would get a column more
             arguments["decode"] = _with_crops(arguments.get("decode"))
-        shared = {**arguments, "world": (0, self.size), "num_workers": 0, "with_index": True}
+        shared = {**arguments, "world": (0, self.size), "num_workers": 0}
         if options.transform is not None:
             shared["transform"] = load_function(options.transform)
             self.left_out = {name: text for name, text in self.left_out.items() if name != "transform"}
         opened = [Source(**{**source, "storage_options": options.storage_options}) for source in sources]
         if shares is None:
             (source,) = opened
-            return NumpyDataset(**vars(source), **shared)
+            return numbered(partial(NumpyDataset, **vars(source), **shared))
         weights = {step: dict(zip(opened, each, strict=True)) for step, each in shares}
-        return NumpyMixture(weights.pop(0), schedule=weights or None, **shared)
+        return numbered(partial(NumpyMixture, weights.pop(0), schedule=weights or None, **shared))
 
     def _arguments(self, options: RunOptions) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the arguments of each source and those of the loader: described, of the state, and given."""
@@ -183,6 +197,8 @@ class Run:
                 skipped = step // count if self._even else 1
                 epoch, step = epoch + skipped, step - skipped * count
         count = self.steps(epoch)
+        if not count:
+            raise UsageError(f"epoch {epoch} has no steps", "open a dataset, a split or a selection that has samples")
         if not 0 <= step < count:
             raise UsageError(f"step {step} of epoch {epoch}, which has {count} steps", f"give 0 to {count - 1}")
         if not 0 <= rank < self.size:
@@ -197,8 +213,33 @@ class Run:
         with self._lock:
             return next(self.loader.replay(place.epoch, [place.step], rank=place.rank))
 
-    def blocks(self, epoch: int, steps: Sequence[int]) -> list[list[int]]:
-        """Return the block of each sample of some global steps, of all ranks."""
-        block = self.loader._start_of(epoch).sources[0].params.block
+    def spread(self, count: int) -> list[dict[str, Any]]:
+        """Return up to so many batches of rank 0 that are spread evenly over epoch 0."""
+        steps = np.unique(np.linspace(0, max(0, self.steps(0) - 1), count).astype(np.int64)).tolist()
         with self._lock:
-            return [(self.loader._step_numbers(epoch, step, None, 1) // block).tolist() for step in steps]
+            return list(self.loader.replay(0, steps, rank=0)) if self.steps(0) else []
+
+    def orders(self, epoch: int) -> list[dict[str, int]]:
+        """Return the order of each source, with the number of its "samples" and "blocks"."""
+        sources = self.loader._start_of(epoch).sources
+        counts = (
+            {"samples": each.num_samples, "blocks": -(-each.num_samples // each.params.block)} for each in sources
+        )
+        return [vars(each.params) | count for each, count in zip(sources, counts, strict=True)]
+
+    def blocks(self, epoch: int, steps: Iterable[int]) -> dict[int, tuple[int, list[int]]]:
+        """Return the number of samples of some global steps, and their blocks, of all ranks.
+
+        Blocks count through all sources, and those of a selection are of the selected samples.
+        """
+        block, count, blocks = (
+            np.array([each[name] for each in self.orders(epoch)]) for name in ("block", "samples", "blocks")
+        )
+        first, before = np.cumsum(count) - count, np.cumsum(blocks) - blocks
+        found = {}
+        for step in steps:
+            samples = self.loader._positions(epoch, step, None, 1) % count.sum()  # those that weights draw count on
+            source = np.searchsorted(first, samples, side="right") - 1
+            of = before[source] + (samples - first[source]) // block[source]
+            found[step] = len(samples), np.unique(of).tolist()
+        return found

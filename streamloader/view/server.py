@@ -23,7 +23,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from streamloader.errors import StreamloaderError, UsageError
+from streamloader.errors import SelectionError, StreamloaderError, UsageError
 from streamloader.metrics import read_stats
 from streamloader.show.media import Media
 from streamloader.show.render import render
@@ -47,7 +47,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = {"page.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
-CROP = re.compile(r"\d{1,6}(,\d{1,6}){3}")  # top, left, height, width
+CROP = re.compile(r"\d{1,6}(,\d{1,6}){3}")  # top, left, height, width; after "field:" if there are several
 logger = logging.getLogger(__name__)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 LOSSES_SHOWN = 60
@@ -134,7 +134,10 @@ class Server:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        problem = self.guard.problem(request, self._cookie)
+        try:
+            problem = self.guard.problem(request, self._cookie)
+        except ValueError as error:  # of a Host that is no address, or a cookie that is no text
+            problem = f"{type(error).__name__} in the headers"
         response: web.StreamResponse
         if problem:
             response = web.Response(status=403, text=f"{problem}\n")
@@ -167,7 +170,6 @@ class Server:
         tabs = ["step", "samples", "fields", "statistics", "order"]
         tabs += ["losses"] * (viewer.losses is not None) + ["live"] * (viewer.options.live is not None)
         shared = {"title": title, "url": redact(viewer.url), "run": viewer.run, "tabs": tabs, "tab": template}
-        shared["random_access"] = viewer.dataset is not None and len(viewer.run.loader._datasets) == 1
         return render(f"view/{template}.html", **shared, **values, src=self._source, link=_link)
 
     def _source(self, media: Media) -> str:
@@ -196,14 +198,14 @@ class Server:
         epoch, step, rank = (_number(request, name) for name in ("epoch", "step", "rank"))
         if step is None and epoch is None:
             epoch, step = self.viewer.run.begin
-            step = min(step, self.viewer.run.steps(epoch) - 1)  # of a state at the end of its epoch
+            step = max(0, min(step, self.viewer.run.steps(epoch) - 1))  # of a state at the end of its epoch
         return self.viewer.run.place(step or 0, epoch, rank or 0)
 
     def _step(self, request: web.Request) -> str:
         place = self._place(request)
         title = f"Epoch {place.epoch}, step {place.step}, rank {place.rank}"
-        marked = _number(request, "row")
-        return self._page("step", title, place=place, marked=marked, first=PAGE, **self.viewer.step(place))
+        shown = {"marked": _number(request, "row"), "first": PAGE, "linked": self.viewer.has_numbers}
+        return self._page("step", title, place=place, **shown, **self.viewer.step(place))
 
     def _samples(self, request: web.Request) -> str:
         split, where = request.query.get("split") or self.viewer.source.split, request.query.get("where") or None
@@ -211,18 +213,29 @@ class Server:
         stored = self.viewer.stored(split, where)
         pages = -(-len(stored) // PAGE)
         rows = stored.page(number) if pages else []
-        values = {"split": split, "where": where, "number": number, "pages": pages, "count": len(stored)}
-        return self._page("samples", "Samples", rows=rows, splits=self.viewer.splits, **values)
+        values: dict[str, Any] = {
+            "split": split,
+            "where": where,
+            "number": number,
+            "pages": pages,
+            "count": len(stored),
+        }
+        values |= {"splits": self.viewer.splits, "linked": self.viewer.dataset is not None}
+        return self._page("samples", "Samples", rows=rows, **values)
 
     def _sample(self, request: web.Request) -> str:
         number = _number(request, "number") or 0
-        if self.viewer.dataset is None:
+        split = request.query.get("split") or self.viewer.source.split
+        stored = self.viewer.stored(split, None)
+        if stored.dataset is None:
             raise UsageError("samples by number of arrays in place", "open a page of samples, or a step")
-        split, crop = request.query.get("split") or self.viewer.source.split, request.query.get("crop", "")
-        places = [int(part) for part in crop.split(",")] if CROP.fullmatch(crop) else []
-        row = self.viewer.sample(number, split)
+        found, count = stored.samples([number]), len(stored.dataset)
+        if not found:
+            raise SelectionError(f"sample {number} of {count:,} samples", "give a smaller number")
+        parts = (part.rpartition(":") for part in request.query.get("crop", "").split(";"))
+        crops = {name: box.split(",") for name, _, box in parts if CROP.fullmatch(box)}
         title = f"Sample {number}" + (f" of {split}" if split else "")
-        return self._page("sample", title, row=row, number=number, split=split, crop=places)
+        return self._page("sample", title, row=found[number], number=number, count=count, split=split, crops=crops)
 
     def _fields(self, _: web.Request) -> str:
         return self._page("fields", "Fields", **self.viewer.fields())
@@ -254,8 +267,7 @@ class Server:
         if losses is None:
             raise UsageError("no losses", "give --losses FILE, which sl.LossLog writes")
         largest = losses.largest[number * LOSSES_SHOWN : (number + 1) * LOSSES_SHOWN]
-        mixed = len(viewer.run.loader._datasets) > 1
-        rows = {} if mixed else viewer.samples([each.sample for each in largest])
+        rows = viewer.stored(None, None).samples(each.sample for each in largest) if viewer.has_numbers else {}
         values = {"number": number, "pages": -(-len(losses.largest) // LOSSES_SHOWN)}
         return self._page("losses", "Losses", largest=largest, rows=rows, losses=losses, **values)
 
@@ -309,7 +321,7 @@ def _redirect(location: str) -> web.Response:
     return web.Response(status=303, headers={"Location": location})
 
 
-def _link(path: str, **query: Any) -> str:
+def _link(path: str, /, **query: Any) -> str:
     given = {name: value for name, value in query.items() if value is not None and value != ""}
     return f"{path}?{urlencode(given)}" if given else path
 

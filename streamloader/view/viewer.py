@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
-
-import numpy as np
 
 from streamloader.errors import FormatError, StorageError, StreamloaderError, UsageError
 from streamloader.format.dataset import Dataset
@@ -23,13 +21,16 @@ from streamloader.show.cells import Looks, Row, rows_of
 from streamloader.storage import open_store, references_url
 from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
+from streamloader.storage.process import run_all
 from streamloader.view import facts, overview
 from streamloader.view.losses import Losses, read_losses
-from streamloader.view.run import Place, Run, RunOptions
+from streamloader.view.run import Place, Run, RunOptions, numbered
 from streamloader.zarr.sampling import read_normalization
 
 PAGE = 60  # samples of a page
 OPENED = 4  # selections of which the loader is kept
+KEPT_HISTOGRAMS = 256
+THREADS = 16  # that read samples by their numbers
 GET_PRICE = 0.0004 / 1000  # USD for a GET request of S3 in us-east-1, November 2026
 STEPS_DRAWN = 12  # global steps whose blocks are drawn
 VERSIONS = 100  # that are listed
@@ -66,16 +67,34 @@ def load_tokenizer(name: str) -> Callable[[Sequence[int]], Sequence[str]]:
 
 
 class Stored:
-    """The stored samples of a selection, in pages. Thread-safe."""
+    """The stored samples of a selection, opened when they are asked for. Thread-safe. `looks`: those of the run."""
 
-    def __init__(self, source: Source, tokens: Tokens) -> None:
-        self._lock = threading.Lock()
-        shared: dict[str, Any] = {"shuffle": False, "num_workers": 0, "with_index": True, "remainder": "uneven"}
-        self.loader = NumpyDataset(**vars(source), batch_size=PAGE, world=(0, 1), **shared)
-        self.looks = looks_of(self.loader, tokens)
+    def __init__(self, source: Source, looks: Looks) -> None:
+        self._source, self._looks, self._lock = source, looks, threading.Lock()
 
     def __len__(self) -> int:
         return self.loader.num_samples
+
+    @cached_property
+    def loader(self) -> NumpyDataset:
+        """What reads pages of the samples."""
+        given: dict[str, Any] = {"shuffle": False, "num_workers": 0, "remainder": "uneven", "world": (0, 1)}
+        return numbered(partial(NumpyDataset, **vars(self._source), batch_size=PAGE, **given))
+
+    @cached_property
+    def looks(self) -> Looks:
+        """How stored columns are shown: with boxes as the run reads them."""
+        looks = looks_of(self.loader, self._looks.tokens)
+        return replace(looks, boxes={**looks.boxes, **self._looks.boxes})
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """The dataset for random access to all samples; None for arrays that are read in place."""
+        source = self._source
+        if source.used:
+            return None
+        options = {"split": source.split, "version": source.version, "storage_options": source.storage_options}
+        return open_dataset(source.url, **options)  # type: ignore[arg-type]
 
     def page(self, number: int) -> list[Row]:
         """Return the samples of a page, from 0. Raises `UsageError` for one that there is not."""
@@ -83,9 +102,13 @@ class Stored:
             batch = next(self.loader.replay(0, [number]))
         return rows_of(batch, self.looks)
 
-    def close(self) -> None:
-        """End the threads of the loader."""
-        self.loader.close()
+    def samples(self, numbers: Iterable[int]) -> dict[int, Row]:
+        """Return samples by their numbers, of which those that the dataset does not have are left out."""
+        dataset = self.dataset
+        chosen = [] if dataset is None else sorted({number for number in numbers if 0 <= number < len(dataset)})
+        read = run_all(dataset.__getitem__, chosen, THREADS) if dataset is not None else []
+        columns = ({name: [value] for name, value in sample.items()} for sample in read)
+        return {number: rows_of(column, self.looks)[0] for number, column in zip(chosen, columns, strict=True)}
 
 
 class Viewer:
@@ -98,9 +121,14 @@ class Viewer:
             run = replace(run, description=losses.run, state=losses.state if run.state is None else run.state)
         self.losses = losses
         self.run = Run(run)
-        self.source = leftmost(self.run.loader._sources[0])
-        self.looks: Looks = looks_of(self.run.loader, options.tokens)
-        self._stored = LRUCache[str, Stored](OPENED)
+        loader = self.run.loader
+        source, manifest = leftmost(loader._sources[0]), loader._datasets[0].manifest
+        # that of a state, whose samples may have other numbers than those of the newest version
+        pinned = source.version if source.used or source is not loader._sources[0] else manifest.generation
+        self.source = replace(source, version=pinned)
+        self.looks: Looks = looks_of(loader, options.tokens)
+        self._stored = LRUCache[tuple[str | None, str | None], Stored](OPENED)
+        self._histograms = LRUCache[str, facts.Histogram](KEPT_HISTOGRAMS)
 
     def _read_losses(self) -> Losses | None:
         options = self.options
@@ -111,14 +139,16 @@ class Viewer:
         """The URL of the dataset, without secrets."""
         return self.run.loader._datasets[0].store.url
 
-    @cached_property
+    @property
     def dataset(self) -> Dataset | None:
         """The dataset for random access; None for arrays that are read in place."""
-        source = self.source
-        if source.used:
-            return None
-        options = {"split": source.split, "version": source.version, "storage_options": source.storage_options}
-        return open_dataset(source.url, **options)  # type: ignore[arg-type]
+        return self.stored(None, None).dataset
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the numbers in the run's batches are those of stored samples: not of packed rows, clips or arrays."""
+        options = self.run.loader._options
+        return not (len(self.run.loader._datasets) > 1 or self.source.used or options.pack or options.clips)
 
     @cached_property
     def splits(self) -> tuple[str, ...]:
@@ -128,13 +158,17 @@ class Viewer:
     def step(self, place: Place) -> dict[str, Any]:
         """Return the batch of a step, as trained."""
         batch = self.run.batch(place)
-        arrays = self.run.loader._datasets[0].arrays
         return {
             "rows": rows_of(batch, self.looks),
             "losses": self.losses_of(place),
             "steps": self.run.steps(place.epoch),
-            "overview": None if arrays is None else overview.draw(self.run.loader, batch),
+            "overview": self._overview,
+            "patches": [] if self._overview is None else overview.patches(self._overview, batch),
         }
+
+    @cached_property
+    def _overview(self) -> overview.Overview | None:
+        return overview.read(self.run.loader._datasets[0])
 
     def losses_of(self, place: Place) -> dict[int, float]:
         """Return the losses of the rows of a step, as far as they are among the largest that are kept."""
@@ -143,38 +177,9 @@ class Viewer:
 
     def stored(self, split: str | None, where: str | None) -> Stored:
         """Return the stored samples of a split that a condition selects. Raises `SelectionError` for another text."""
-        key = f"{split} {where}"
-        with self._lock:
-            found = self._stored.get(key)
-            if found is None:
-                chosen: Any = None if where is None else _parse_where(where)
-                source = replace(self.source, where=chosen, exclude=None, weights=None)
-                source = replace(source, split=split) if split is not None else source
-                found = self._stored.add(key, Stored(source, self.options.tokens), 1)
-        return found
-
-    def samples(self, numbers: Sequence[int]) -> dict[int, Row]:
-        """Return stored samples by their numbers, as far as they are in the dataset."""
-        if self.dataset is None:
-            return {}
-        chosen = np.array(sorted({n for n in numbers if 0 <= n < len(self.dataset)}), np.int64)
-        if not chosen.size:
-            return {}
-        stored = Stored(replace(self.source, where=chosen, exclude=None, weights=None), self.options.tokens)
-        try:
-            pages = [stored.page(number) for number in range(-(-len(stored) // PAGE))]
-        finally:
-            stored.close()
-        return dict(zip(chosen.tolist(), [row for page in pages for row in page], strict=True))
-
-    def sample(self, number: int, split: str | None) -> Row:
-        """Return a stored sample of a split. Raises `SelectionError` for a number that it does not have."""
-        source = replace(self.source, where=slice(number, number + 1), split=split, exclude=None, weights=None)
-        stored = Stored(source, self.options.tokens)
-        try:
-            return stored.page(0)[0]
-        finally:
-            stored.close()
+        chosen: Any = None if where is None else _parse_where(where)
+        source = replace(self.source, split=split or self.source.split, where=chosen, exclude=None, weights=None)
+        return self._stored.add((source.split, where), Stored(source, self.looks), 1)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields, classes, splits and versions."""
@@ -201,11 +206,14 @@ class Viewer:
         """Return the histogram of a field. Raises `UsageError` for an unknown one."""
         if name not in self.run.loader.fields:
             raise UsageError(f"field {name!r:.60}", f"choose one of {', '.join(self.run.loader.fields)}")
-        if self.dataset is not None and name in self.dataset.fields:
-            found = facts.statistics(self.dataset, name)
-        else:
-            found = facts.sampled_statistics(self.stored(None, None).loader, name)
-        return facts.with_saved(found, self.saved)
+        found = self._histograms.get(name)
+        if found is None:
+            if self.dataset is not None and name in self.dataset.fields:
+                found = facts.statistics(self.dataset, name)
+            else:
+                found = facts.sampled_statistics(self.run.spread(facts.SAMPLED_STEPS), name)
+            found = self._histograms.add(name, facts.with_saved(found, self.saved), 1)
+        return found
 
     @cached_property
     def saved(self) -> Mapping[str, Any]:
@@ -217,17 +225,11 @@ class Viewer:
         return {}
 
     def order(self, place: Place) -> dict[str, Any]:
-        """Return the blocks of the samples of the steps from one on, and what they are cut from."""
-        state = self.run.loader._start_of(place.epoch)
-        last = min(self.run.steps(place.epoch), place.step + STEPS_DRAWN)
-        steps = range(place.step, last)
-        params = state.sources[0].params
+        """Return the blocks of the samples of the steps from one on, and the order of each source of the run."""
+        steps = range(place.step, min(self.run.steps(place.epoch), place.step + STEPS_DRAWN))
+        orders = self.run.orders(place.epoch)
         blocks = self.run.blocks(place.epoch, steps)
-        return {
-            "steps": dict(zip(steps, blocks, strict=True)),
-            "blocks": max(1, -(-state.sources[0].num_samples // params.block)),
-            "order": {"block": params.block, "lanes": params.lanes, "window": params.window},
-        }
+        return {"steps": blocks, "orders": orders, "blocks": sum(each["blocks"] for each in orders)}
 
     def forecast_options(self) -> ForecastOptions:
         """Return the run's own plan: what the sliders begin at. Raises `UsageError` for a mixture."""
