@@ -25,6 +25,9 @@ from streamloader.order.epoch_order import EpochOrder, OrderParams
 # small enough that a few hundred samples have many shards, blocks and lanes
 SMALL = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="none")
 
+# a program that Pillow has Ghostscript draw
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
+
 FIELDS = {
     "x": "float32[300]",  # bulk: over 1 KiB a sample
     "wide": "uint16[20,30]",

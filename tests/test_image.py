@@ -16,7 +16,8 @@ from datasets import before_error, encoded, numbers, picture, seen
 from PIL import Image
 from torchrun import run_python
 
-from streamloader.errors import DecodeError, UsageError
+from streamloader.conversion.api import convert
+from streamloader.errors import DecodeError, StreamloaderError, UsageError
 from streamloader.images.decode import DRAWS, ImageDecoder
 from streamloader.images.pillow import encode
 from streamloader.options import Decode, RandomResizedCrop
@@ -157,6 +158,21 @@ def test_whatever_a_codec_raises_is_the_error_of_its_sample(tmp_path, monkeypatc
     found, shown = before_error(ds, DecodeError, "sample 9 of field 'image' does not decode as an image")
     assert found == list(range(8))
     assert isinstance(shown.__cause__, error or NotImplementedError)
+
+
+def test_an_image_that_is_a_program_is_not_run(tmp_path, monkeypatch):
+    ran = list[object]()
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given: ran.append(given))
+    datasets.write_images(tmp_path / "d", [datasets.EPS] * 2, "image")
+    for decode in (True, Decode(size=(8, 8))):
+        ds = StreamingDataset(tmp_path / "d", batch_size=1, decode=decode, shuffle=False, with_index=True)
+        before_error(ds, DecodeError, "EPS is not decoded, since Ghostscript would run it")
+    (tmp_path / "files" / "k").mkdir(parents=True)
+    (tmp_path / "files" / "k" / "a.jpg").write_bytes(datasets.EPS)
+    for options in ({}, {"resize": 32}):
+        with pytest.raises(StreamloaderError, match="EPS is not decoded"):
+            convert(tmp_path / "files", tmp_path / "c", workers=0, **options)
+    assert not ran
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "I;16", "1", "CMYK"])

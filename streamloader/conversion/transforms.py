@@ -200,9 +200,16 @@ class Recode:
         """
         from PIL import Image
 
-        from streamloader.images.pillow import eight_bits, image_orientation, png_mode, sixteen_bits, transpose
+        from streamloader.images.pillow import (
+            eight_bits,
+            image_orientation,
+            open_image,
+            png_mode,
+            sixteen_bits,
+            transpose,
+        )
 
-        with Image.open(io.BytesIO(data)) as opened:
+        with open_image(data) as opened:
             was_jpeg = opened.format == "JPEG"
             turn = image_orientation(opened, data)
             # libjpeg fills up the last pixel of a side that is no multiple of 8; the image must not begin with it

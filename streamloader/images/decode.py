@@ -10,7 +10,6 @@ The first half chooses the crop of an image, and makes the random numbers for th
 from __future__ import annotations
 
 import importlib.util
-import io
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
 from streamloader.format.values import AUDIO, sniff
-from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, orientation
+from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, open_image, orientation
 from streamloader.options import EXIF_HEADER, MAX_PIXELS, CenterCrop, Crop, Decode, Normalization, RandomResizedCrop
 
 Ints = NDArray[np.int64]
@@ -580,7 +579,7 @@ class ImageDecoder:
                 turn = orientation(*_metadata(data)) if self.options.orientation else 1
         if size is None:
             allow_pixels(most)
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 size = (image.height, image.width)
                 if self.options.orientation and size[0] * size[1] <= most:
                     turn = image_orientation(image, data)
@@ -613,7 +612,7 @@ class ImageDecoder:
             with suppress(ValueError):  # also raised for warnings of libjpeg: Pillow decides if the image is valid
                 return simplejpeg.decode_jpeg(head or data, colorspace, **options), k
         allow_pixels(self.options.max_pixels)
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data) as image:
             if (image.height, image.width) != size:
                 raise ValueError(f"headers disagree: {image.width} x {image.height} or {size[1]} x {size[0]} pixels")
             if k > 1 and not self.mask:

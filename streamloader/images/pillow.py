@@ -11,6 +11,19 @@ from PIL import Image
 
 _PNG_MODES = frozenset(["1", "L", "LA", "I;16", "I;16B", "P", "RGB", "RGBA"])
 _ALPHA = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}
+_PROGRAMS = {"EPS": "Ghostscript", "WMF": "Windows"}  # formats that Pillow has another program draw
+
+
+def open_image(data: bytes | memoryview) -> Image.Image:
+    """Open an encoded image without reading its pixels. Raises Pillow's errors.
+
+    Raises `ValueError` for the formats whose data are programs that another program runs: a dataset must not.
+    """
+    image = Image.open(io.BytesIO(data))
+    if image.format in _PROGRAMS:
+        image.close()
+        raise ValueError(f"{image.format} is not decoded, since {_PROGRAMS[image.format]} would run it")
+    return image
 
 
 def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:

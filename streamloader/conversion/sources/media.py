@@ -40,8 +40,10 @@ def image_problem(data: bytes) -> str:
     """
     from PIL import Image, UnidentifiedImageError
 
+    from streamloader.images.pillow import open_image
+
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data) as image:
             image.verify()
     except UnidentifiedImageError:
         return f"its {len(data)} bytes have no known image header"
