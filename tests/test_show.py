@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from datasets import encoded, picture
+from datasets import EPS, encoded, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -128,6 +128,51 @@ def test_an_image_that_says_it_is_enormous_is_shown_as_bytes():
     header = encoded(picture(0), "png")
     huge = header[:16] + (100_000).to_bytes(4, "big") * 2 + header[24:]
     assert cell("image", huge, TEXT).kind == "bytes"
+
+
+def test_an_image_of_few_bytes_and_many_pixels_is_sent_smaller():
+    out = io.BytesIO()
+    Image.new("1", (5000, 4000)).save(out, "PNG")
+    shown = cell("image", out.getvalue(), TEXT)
+    assert len(out.getvalue()) < 10_000
+    with Image.open(io.BytesIO(shown.media[0].read())) as image:
+        assert image.size == (640, 512)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_a_smaller_image_is_turned_by_its_orientation_whatever_else_its_exif_has(turn):
+    exif = Image.Exif()
+    exif[0x0100], exif[0x010E], exif[0x0112] = 40, "hello", turn
+    odd = bytearray(exif.tobytes())
+    odd[19] = 2  # the width is a text
+    out = io.BytesIO()
+    pixels = np.zeros((90, 120), np.uint8)
+    pixels[:30, :30] = 255
+    Image.fromarray(pixels).save(out, "JPEG", exif=bytes(odd))
+    (sent,) = cell("image", out.getvalue() + bytes(media.MOST_BYTES), TEXT).media
+    with Image.open(io.BytesIO(sent.read())) as image:
+        found = np.asarray(image)
+    white = [found[y, x] > 128 for y in (5, -5) for x in (5, -5)]
+    corner = {1: 0, 2: 1, 3: 3, 4: 2, 5: 0, 6: 1, 7: 3, 8: 2}[turn]
+    assert white == [place == corner for place in range(4)]
+    assert found.shape == ((90, 120) if turn < 5 else (120, 90))
+
+
+def test_no_other_program_runs_for_a_value(monkeypatch):
+    ran = list[object]()
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given: ran.append(given))
+    assert cell("image", EPS, TEXT).kind == "bytes"
+    assert media._thumbnail(EPS)
+    assert not ran
+
+
+def test_a_notebook_has_no_sound_that_would_fill_its_file():
+    long, short = sound(440, 270), sound(440)
+    assert len(long) > 4 << 20
+    page = show_batch({"clip": [long, short]}, TEXT).html
+    assert page.count("<audio") == 1
+    assert "too large for a notebook" in page
+    assert len(page) < 100_000
 
 
 @given(st.integers(0, 1143), st.integers(0, 255))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,14 +23,33 @@ _AUDIO = ((0, b"fLaC", "audio/flac"), (0, b"OggS", "audio/ogg"), (0, b"ID3", "au
 _MPEG_SYNC = (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 _VIDEO = ((4, b"ftyp", "video/mp4"), (0, b"\x1aE\xdf\xa3", "video/webm"))
 _IMAGES = ("JPEG", "PNG", "GIF", "WEBP", "BMP")  # that every browser shows
+# Pillow's decoder of EPS runs Ghostscript, and that of WMF is one of Windows. Not every Pillow has AVIF, the last one
+_FORMATS = (*_IMAGES, "DIB", "TIFF", "JPEG2000", "PPM", "ICO", "AVIF")
+_ORIENTATION = 0x0112  # the tag of EXIF, and how its values turn an image
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# what Pillow's readers raise for damaged bytes
+_ERRORS = (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, struct.error)
+_LARGE_PIXELS = 1 << 24
 
 
 class Media(NamedTuple):
-    """A file that a browser shows. `read` returns its bytes, which are made when it is asked for, of `nbytes` bytes."""
+    """A file that a browser shows. `read` returns its bytes, which are made when it is asked for, of `nbytes` bytes.
+
+    `memory`: the bytes that `read` takes meanwhile, if they are many.
+    """
 
     type: str
     read: Callable[[], bytes]
     nbytes: int
+    memory: int = 0
 
 
 class ImageSize(NamedTuple):
@@ -51,35 +71,38 @@ def image_size(data: bytes) -> ImageSize | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images: these are checked here
-            with Image.open(io.BytesIO(data)) as image:
-                turned = image.getexif().get(0x0112, 1) >= 5
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                turned = image.getexif().get(_ORIENTATION, 1) >= 5
                 width, height = image.size[::-1] if turned else image.size
                 small = width * height <= MOST_PIXELS
                 return ImageSize(image.format or "", width, height, image.mode[0] in "IF") if small else None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, TypeError, KeyError, IndexError):
-        return None  # Pillow's readers raise any of these for other bytes
+    except (*_ERRORS, Image.DecompressionBombError):
+        return None
 
 
 def encoded_image(data: bytes, of: ImageSize) -> Media:
     """Return an encoded image as it is, or, if it is large or in a format that browsers lack, a smaller copy."""
-    if of.format in _IMAGES and len(data) <= MOST_BYTES and not of.deep:
+    pixels = of.width * of.height
+    if of.format in _IMAGES and len(data) <= MOST_BYTES and pixels <= _LARGE_PIXELS and not of.deep:
         return Media(f"image/{of.format.lower()}", lambda: data, len(data))
-    return Media("image/png", lambda: _thumbnail(data), len(data))
+    return Media("image/png", lambda: _thumbnail(data), len(data), 4 * pixels)
 
 
 def _thumbnail(data: bytes) -> bytes:
     """Return a smaller image as PNG; what does not decode is an image of one grey pixel."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             image.draft("RGB", (THUMBNAIL, THUMBNAIL))  # of JPEG, which decodes fewer pixels
-            small = ImageOps.exif_transpose(image)
-            if small.mode[0] in "IF":
-                small = Image.fromarray(_to_bytes(np.asarray(small)))
+            image.load()
+            # not by ImageOps.exif_transpose, which writes the EXIF data again and fails for odd ones
+            turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+            small = Image.fromarray(_to_bytes(np.asarray(image))) if image.mode[0] in "IF" else image
             small.thumbnail((THUMBNAIL, THUMBNAIL))
+            small = small if turn is None else small.transpose(Image.Transpose[turn])
             return _png(small if small.mode in ("L", "RGB", "RGBA") else small.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except (*_ERRORS, Image.DecompressionBombError):
         return _png(Image.new("L", (1, 1), 128))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from streamloader.show.cells import Looks, Row, rows_of
+from streamloader.show.cells import Cell, Looks, rows_of
 from streamloader.show.media import Media
 
+MOST_EMBEDDED = 4 << 20  # bytes of a sound or a video
 MOST_COLUMNS = 100  # of a dict that is taken for a batch
 
 
@@ -44,10 +46,17 @@ def data_uri(media: Media) -> str:
     return f"data:{media.type};base64,{b64encode(media.read()).decode()}"
 
 
+def _embedded(cell: Cell) -> Cell:
+    """Return a cell as a notebook saves it: without a sound or a video that would fill its file."""
+    if cell.kind not in ("audio", "video") or cell.media[0].nbytes <= MOST_EMBEDDED:
+        return cell
+    return Cell("bytes", f"{cell.text}: too large for a notebook, streamloader view plays it")
+
+
 def show_batch(batch: Mapping[str, Any], looks: Looks, title: str = "", most: int = 16) -> Shown:
     """Return the first `most` samples of a batch, a dict as loaders yield."""
     rows = rows_of(batch, looks)
-    shown: Sequence[Row] = rows[:most]
+    shown = [replace(row, cells={name: _embedded(each) for name, each in row.cells.items()}) for row in rows[:most]]
     about = f"{len(rows):,} samples" + (f", the first {most} shown" if len(rows) > most else "")
     return Shown(render("show/batch.html", rows=shown, src=data_uri, title=title, about=about))
 

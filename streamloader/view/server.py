@@ -28,12 +28,13 @@ from streamloader.metrics import read_stats
 from streamloader.show.media import Media
 from streamloader.show.render import render
 from streamloader.storage.buffers import LRUCache
-from streamloader.storage.process import in_thread
+from streamloader.storage.process import Quota, in_thread
 from streamloader.storage.url import redact
 from streamloader.view.run import Place
 from streamloader.view.viewer import PAGE, Viewer
 
 MEDIA_BYTES = 1 << 30  # of images and sounds that pages refer to; a page that is older gets 404 for them
+DECODING_BYTES = 1 << 30  # of large images that are made smaller at the same time
 LEAST_MEDIA = 256  # that are kept however large they are
 HEADERS = {
     # what a page may load: its own files, and nothing from anywhere else
@@ -62,16 +63,20 @@ class Guard:
 
     def __init__(self, host: str, token: str) -> None:
         self.token, self._any = token, _is_any(host)
-        self._hosts = {*LOCAL, host} | ({socket.gethostname(), socket.getfqdn()} if self._any else set())
+        names = {*LOCAL, host} | ({socket.gethostname(), socket.getfqdn()} if self._any else set())
+        self._hosts = {name.lower() for name in names}  # as browsers send them
 
     def problem(self, request: web.Request, cookie: str) -> str:
         """Return why a request is refused, "" if it is not."""
-        host = request.url.host or ""
+        try:
+            host, own = request.url.host or "", str(request.url.origin())
+        except ValueError:  # of a port or a name that cannot be
+            return "the host name cannot be read"
         # an IP address cannot be rebound to another server by DNS
         if host not in self._hosts and not (self._any and _is_address(host)):
             return f"the host name {host!r} is not this server's"
         origin = request.headers.get("Origin")
-        if origin is not None and origin != str(request.url.origin()):
+        if origin is not None and origin != own:
             return "requests of other origins are refused"
         site = request.headers.get("Sec-Fetch-Site", "none")
         opens = (request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")) == (
@@ -81,7 +86,8 @@ class Guard:
         if site not in ("none", "same-origin") and not opens:
             return "requests of other sites are refused"
         given = request.query.get("token") or request.cookies.get(cookie, "")
-        return "" if hmac.compare_digest(given.encode(), self.token.encode()) else "open the link that was printed"
+        known = hmac.compare_digest(given.encode(errors="surrogatepass"), self.token.encode())
+        return "" if known else "open the link that was printed"
 
 
 def _is_address(host: str) -> bool:
@@ -103,6 +109,7 @@ class Server:
         self.viewer, self.host, self.port = viewer, host, port
         self.guard = Guard(host, token or secrets.token_urlsafe(24))
         self._media = LRUCache[str, Media](MEDIA_BYTES, LEAST_MEDIA)
+        self._decoding = Quota(DECODING_BYTES)
         self._cookie = f"streamloader-{port}"  # browsers send cookies of one port to others too
 
     def address(self, path: str = "/", **query: Any) -> str:
@@ -143,7 +150,8 @@ class Server:
             response = web.Response(status=403, text=f"{problem}\n")
         elif "token" in request.query:
             query = [(name, value) for name, value in request.query.items() if name != "token"]
-            response = _redirect(str(request.rel_url.with_query(query)))
+            # two slashes, which may be backslashes, would begin the address of another server
+            response = _redirect("/" + str(request.rel_url.with_query(query)).lstrip("/\\"))
             response.set_cookie(self._cookie, self.guard.token, httponly=True, samesite="Lax", path="/")
         else:
             response = await self._answered(request, handler)
@@ -184,8 +192,12 @@ class Server:
         media = self._media.get(request.match_info["key"])
         if media is None:
             raise web.HTTPNotFound(reason="reload the page")
-        body = await _thread(media.read)
+        body = await _thread(partial(self._read, media))
         return _ranged(request, body, media.type)
+
+    def _read(self, media: Media) -> bytes:
+        with self._decoding.reserved(media.memory):
+            return media.read()
 
     async def _send_static(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
