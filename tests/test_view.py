@@ -29,7 +29,7 @@ from streamloader.view import overview as view_overview
 from streamloader.view import viewer as viewer_module
 from streamloader.view.facts import histogram, statistics
 from streamloader.view.run import RunOptions
-from streamloader.view.server import Server
+from streamloader.view.server import Guard, Server
 from streamloader.view.viewer import Viewer, ViewOptions, load_tokenizer
 
 COUNT = 200
@@ -108,6 +108,7 @@ def test_a_step_without_its_epoch_counts_from_the_beginning_of_epoch_0(client):
         ("/samples?page=99", "epoch 0, which has 4 steps"),
         ("/samples?where=" + quote("lable == 1"), "label"),
         ("/samples?where=" + quote("__import__('os')"), "SL106"),
+        ("/samples?where=0:" + "9" * 5000, "SL106"),
         ("/samples?split=train", "split"),
         ("/sample?number=200", "SL106"),
         ("/statistics?field=nothing", "nothing"),
@@ -212,6 +213,7 @@ def test_the_plan_follows_lanes_window_ranks_and_memory(client):
     assert "USD" in run_of
     assert "SL103" in client.get("/plan?memory=1&window=200&lanes=64&batch_size=64").text  # too little memory
     assert "whole number" in client.get("/plan?memory=x").text
+    assert "give at most 16,777,216" in client.get("/plan?batch_size=99999999999&world_size=7").text
 
 
 def test_only_who_has_the_link_is_answered(client):
@@ -219,6 +221,7 @@ def test_only_who_has_the_link_is_answered(client):
     assert client.get("/step").status == 200
     assert client.get("/step", Cookie="").status == 403
     assert client.get("/step", Cookie=client.cookie[:-1] + "_").status == 403
+    assert client.get("/step", Cookie=client.cookie.partition("=")[0] + "=\xff").status == 403
     assert client.get("/step?token=x", Cookie="").status == 403
     assert client.get(link, Cookie="").headers["Location"] == "/step"
     assert client.get("/media/abc", Cookie="").status == client.get("/static/page.js", Cookie="").status == 403
@@ -229,6 +232,9 @@ def test_only_who_has_the_link_is_answered(client):
     [
         {"Host": "evil.example"},  # a name that DNS was rebound to this machine
         {"Host": "evil.example:80"},
+        {"Host": "127.0.0.1:80:80"},
+        {"Host": "127.0.0.1:99999"},
+        {"Host": "xn--"},
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
         {"Origin": "http://127.0.0.1:1"},
@@ -242,6 +248,21 @@ def test_requests_of_other_origins_are_refused(headers, client):
     answer = client.get("/step", **headers)
     assert answer.status == 403
     assert "sample" not in answer.text
+
+
+def test_a_host_name_may_have_capital_letters():
+    request = make_mocked_request("GET", "/?token=t", headers={"Host": "Desktop-1:80"})
+    assert Guard("Desktop-1", "t").problem(request, "") == ""
+
+
+@pytest.mark.parametrize(
+    "path", ["/?path=x", "//evil.example/x?token=", "/\\evil.example?token=", "/%0d%0aX:%20y?token="]
+)
+def test_a_redirect_stays_on_this_server(path, client):
+    answer = client.get(path)
+    assert answer.status == 303
+    assert re.match(r"/[\w%]", answer.headers["Location"])
+    assert "X" not in answer.headers
 
 
 def test_every_answer_forbids_frames_foreign_files_and_guesses_of_its_type(client):
@@ -405,6 +426,10 @@ def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
         assert [int(source) for source, _ in found] == batch["source"].tolist()
         assert [int(index) for _, index in found] == batch["index"].tolist()
         assert "streamloader plan" in client.get("/order").text
+
+
+def test_numbers_that_are_no_tokens_are_shown_as_numbers():
+    assert load_tokenizer("bytes")([97, 0, 255, 256, -100, 2**40]) == ["a", "\0", "ÿ", "<256>", "<-100>", f"<{2**40}>"]
 
 
 def test_a_private_bucket_is_shown_since_the_process_has_the_keys(url, moto):

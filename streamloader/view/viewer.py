@@ -34,6 +34,7 @@ THREADS = 16  # that read samples by their numbers
 GET_PRICE = 0.0004 / 1000  # USD for a GET request of S3 in us-east-1, November 2026
 STEPS_DRAWN = 12  # global steps whose blocks are drawn
 VERSIONS = 100  # that are listed
+MOST_PLANNED = 1 << 24  # samples of a step of all ranks, whose places a forecast computes
 
 Tokens = Callable[[Sequence[int]], Sequence[str]] | None
 
@@ -57,13 +58,19 @@ def load_tokenizer(name: str) -> Callable[[Sequence[int]], Sequence[str]]:
     Raises `UsageError` if the package tokenizers is missing, or cannot read the file.
     """
     if name == "bytes":
-        return lambda numbers: [bytes([n]).decode("latin-1") if n < 256 else f"<{n}>" for n in numbers]
+        return lambda numbers: [chr(n) if 0 <= n < 256 else f"<{n}>" for n in numbers]
     tokenizers = need("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(name)
     except Exception as error:  # the package raises no other class
         raise UsageError(f"the tokenizer {name}: {error}", "give a tokenizer.json, or bytes") from error
-    return lambda numbers: [tokenizer.decode([n], skip_special_tokens=False) or f"<{n}>" for n in numbers]
+
+    def text(number: int) -> str:
+        # not every number is a token: labels have -100 for what the loss leaves out
+        known = 0 <= number < 1 << 32
+        return (tokenizer.decode([number], skip_special_tokens=False) if known else "") or f"<{number}>"
+
+    return lambda numbers: [text(number) for number in numbers]
 
 
 class Stored:
@@ -267,11 +274,13 @@ class Viewer:
         if order:
             before = vars(options.shuffle) if isinstance(options.shuffle, Shuffle) else {}
             options = replace(options, shuffle=Shuffle(**before | order))
-        sizes: dict[str, Any] = {name: changes[name] for name in ("world_size", "batch_size") if name in changes}
+        sizes = {name: changes.get(name, getattr(options, name)) for name in ("world_size", "batch_size")}
+        if (rows := sizes["world_size"] * sizes["batch_size"]) > MOST_PLANNED:
+            return {"problem": f"a step of {rows:,} samples: give at most {MOST_PLANNED:,}", "planned": None}
         memory = changes["memory"] << 20 if "memory" in changes else None
         url = str(self.source.url)
         try:
-            planned: Forecast = forecast(url, replace(options, **sizes, memory=memory))
+            planned: Forecast = forecast(url, replace(options, memory=memory, **sizes))
         except StreamloaderError as error:
             return {"problem": str(error), "planned": None}
         return {"problem": "", "planned": planned, "price": planned.requests * GET_PRICE}
@@ -284,6 +293,8 @@ class Viewer:
 def _parse_where(text: str) -> Any:
     """Return a condition as text, or `10:20` as a slice."""
     first, colon, last = text.partition(":")
-    if colon and all(not part.strip() or part.strip().isdecimal() for part in (first, last)):
-        return slice(int(first) if first.strip() else None, int(last) if last.strip() else None)
+    ends = first.strip(), last.strip()
+    if colon and all(not end or (end.isdecimal() and len(end) < 19) for end in ends):
+        start, stop = (int(end) if end else None for end in ends)
+        return slice(start, stop)
     return text

@@ -333,3 +333,11 @@ def test_60_images_are_shown_within_half_a_second(browser, tmp_path):
             assert len(browser.find_elements(By.CSS_SELECTOR, "article img")) == 60
             times.append(browser.execute_script(ends) / 1000)
     assert min(times) < 0.5, times
+
+
+def test_numbers_that_are_no_tokens_are_shown_as_numbers(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    texts = load_tokenizer(str(tmp_path / "tokenizer.json"))([1, 0, 2, -100, 2**40])
+    assert texts == ["b", "a", "<2>", "<-100>", f"<{2**40}>"]
