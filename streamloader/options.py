@@ -274,7 +274,7 @@ class Decode(_Cropped):
     """How encoded images become tensors: uint8 (height, width, channels), or, with `normalize`, float32 (channels,
     height, width), as torch's models take them.
 
-    `backend`: "pillow" decodes every format; "simplejpeg" decodes JPEG four times as fast and leaves other formats to
+    `backend`: "pillow" decodes every format; "simplejpeg" decodes JPEG two to three times as fast and leaves others to
     Pillow; "auto" is "simplejpeg" if it is installed, and then OpenCV resizes if it is installed. `mode`: "RGB" (3
     channels) or "L" (1 channel). `size`: the (height, width) to resize to, bilinear; None keeps the size of each image,
     and then all images of a batch must have the same size, or a transform must make them so. A dict has sizes that

@@ -52,23 +52,30 @@ def convert(
     source_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> Report:
-    """Convert the source `src` to a dataset at the URL `dst`; docs/conversion.md describes each argument.
+    """Convert the source `src` to a dataset at the URL `dst`, and return a `Report`; docs/conversion.md has examples.
 
-    `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
-    a generator function. `fields` selects fields and their types; `fill` maps fields to the values that replace missing
-    ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `rechunk` names arrays of a Zarr store and slices
-    of them, `"t2m,z@500"`, each of which becomes a field along the dimension `sample_axis`, by default their first.
-    `map` is a function of a sample, or with `map_batch` of that many samples, and `columns` the fields to read for it.
-    A resume notices another name or source text of this function, and another `cache_key`, any text: change it if what
-    the function uses changes. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping:
-    each split becomes a dataset, with samples assigned at random. `shuffle` is the seed of a random order.
-    `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
-    optionally with `=ADDRESS`. `workers` is the number of processes, by default one per core; 0 works in this process.
-    To resume an interrupted conversion, repeat the call; `resume` also accepts a finished dataset of the same source
-    and options. `overwrite` replaces a dataset, `dry_run` writes nothing. `source_options` are the storage options of
-    `src`, by default `storage_options` if both URLs have the same protocol.
+    The source. `src`: a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of
+    samples, or a generator function. `format`: the name of the source format, by default detected. `source_options`:
+    options of the store of `src`, by default `storage_options` if both URLs have the same protocol.
 
-    Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
+    What is stored. `fields`: the fields to keep, and their types. `fill`: values that replace missing ones, by field.
+    `raw`: keep packed values (`scale_factor`, ...) as stored. `rechunk`: arrays of a Zarr store and slices of them,
+    `"t2m,z@500"`, each of which becomes a field. `sample_axis`: the dimension of their samples, by default their first.
+    `resize`: the shorter side of images in pixels, or "HEIGHTxWIDTH". `quality`: re-encode images as JPEG of this
+    quality. `split`: `"train=0.9,val=0.1"` or a mapping; each split becomes a dataset, with samples assigned at random.
+    `shuffle`: the seed of a random order. `layout`: the `Layout` of the dataset.
+
+    A function of samples. `map`: a function of a sample, or "module:function". `map_batch`: call it with this many
+    samples at once, as columns. `columns`: the fields to read for it. `cache_key`: any text. A resume notices another
+    name or source text of the function, and another key: change the key if what the function uses changes.
+
+    The run. `on_error`: "raise", "skip" or "quarantine" for bad samples. `engine`: "local", "dask", "ray" or "spark",
+    optionally with `=ADDRESS`. `workers`: the number of processes, by default one per core; 0 works in this process.
+    `resume`: also accept a finished dataset of the same source and options. `overwrite`: replace a dataset. `dry_run`:
+    write nothing. `storage_options`: options of the store of `dst`. `progress`: a function that gets the progress.
+
+    To resume an interrupted conversion, repeat the call. Raises `UsageError`, `FieldError`, `SourceError`,
+    `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""

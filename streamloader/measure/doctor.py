@@ -59,7 +59,7 @@ QUICK = RetryPolicy(outage_seconds=0.0, request_seconds=0.0, first_contact_attem
 REQUIRED = ("torch", "numpy", "numcodecs", "fsspec", "botocore", "crc32c", "pillow")
 # module, package, and the feature that needs it
 OPTIONAL = (
-    ("simplejpeg", "simplejpeg", "JPEGs decoded four times as fast"),
+    ("simplejpeg", "simplejpeg", "JPEGs decoded two to three times as fast"),
     ("cv2", "opencv-python-headless", "images resized and normalised without the interpreter's lock"),
     ("av", "av", "videos"),
     ("pyarrow", "pyarrow", "Parquet, Arrow, CSV, JSON, Hugging Face datasets"),
@@ -154,7 +154,7 @@ def _check_decoding(simplejpeg: bool, opencv: bool) -> Check:
     missing = [name for name, there in (("simplejpeg", simplejpeg), ("opencv-python-headless", opencv)) if not there]
     if not missing:
         return Check("images", "ok", found)
-    return Check("images", "warning", found, f"pip install {' '.join(missing)}: JPEGs decode up to four times as fast")
+    return Check("images", "warning", found, f"pip install {' '.join(missing)}: JPEGs decode 2 to 3 times as fast")
 
 
 def _version(package: str) -> str:

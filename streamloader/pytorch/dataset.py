@@ -104,70 +104,74 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 class StreamingDataset(NumpyDataset, TorchLoader):
     """Yields batches of a streamloader dataset, in an order that depends only on the seed and the epoch.
 
-    Iterate it, or pass it to `DataLoader(ds, batch_size=None)`. It yields dicts: a tensor for each fixed-shape
-    field, lists for bytes and text, `name` and `name_offsets` for ragged fields, `valid` (bool, False for rows
-    that pad the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
+    Iterate it, or pass it to `DataLoader(ds, batch_size=None)`. A batch is a dict: a tensor (batch, ...) for each field
+    of fixed shape, a list for bytes and text, `name` and `name_offsets` for ragged fields, `valid` (bool, False for
+    rows that pad the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`. A complete pass
+    advances the epoch.
 
-    `url`: of a dataset, or a `Join` of two.
-    `batch_size`: the number of samples in a rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
-    `fields`: names of the fields to fetch, default all. `split`: the split of a dataset that has splits.
-    `where`: the samples to use: a condition on fields with one number per sample
-    (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers. `exclude`: samples to leave out of these:
-    sample numbers, or the path or URL of a file with a number, or JSON with "sample", in each line; "folder/": of all
-    its *.jsonl. `weights`: how often samples are drawn, in proportion: `"balanced:label"` draws all classes equally
-    often, `{"label": {"cat": 2, "dog": 1}}` these two at 2 to 1; the name of a field with a number per sample, a number
-    for each sample of the dataset, or the path or URL of a file of them (.npy, or text) draw by sample. An epoch has as
-    many draws as samples are selected; with `replacement=False` each sample at most once, until a class ends.
-    `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
-    `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
-    `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
-    `collate`: how values of different sizes form a batch: "pad" or a `Pad`, "list", "nested", a dict of these by field,
-    or a function of the list of samples. `bucket_by`: the field by whose length, or a function of the lengths by field
-    by whose values, batches get samples of like length, within windows of `bucket_steps` steps; with `max_tokens` as
-    many samples, up to `batch_size`, as have at most so many elements with their padding. `pack`: ragged fields
-    whose documents are packed into rows of one length. With `{"tokens": Pack(2049, fit="best")}` rows are the samples,
-    and batches of every rank have the shape (batch_size, 2049); a batch also has `tokens_documents`,
-    `tokens_positions` and `tokens_cu_seqlens`. `{"tokens": 2049}` packs each batch, in rows whose number varies.
-    `clips`: how videos are cut into the samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8,
-    (batch, frames, height, width, 3)), `video_start`, the first frame of each clip, `video_times`, the seconds of each
-    frame, and the other fields of its video.
-    `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed,
-    epoch and position. `num_workers`: worker processes that read, decode and transform; 0: threads of this process,
-    "auto": one less than this rank's cores, from 4 cores on.
-    `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
-    `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
-    `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
-    `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
-    `memory`: bytes that this rank's loader may use, excluding Python and torch, also as "2GiB"; default the window's
-    need. `version`: the version of a dataset that was appended to, default the last; a state resumes on its own.
-    `on_error`: "raise"; or what takes the place of a sample that is damaged or undecodable, or for which the transform
-    raises: "mask": zeros, False in `valid` and True in `error`; "replace": another sample of the batch, True in
-    `replaced`. `max_bad`: how many samples may be bad, a number or a share. `error_log`: a file, or the URL of a
-    folder, that gets a line of JSON for each. `stall_seconds`: a longer wait for a batch is logged, with its cause.
-    `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
-    `device`: batches are returned on this device, "cuda" or "cuda:1", where they are copied before they are asked for,
-    from page-locked memory, on a stream of the loader's; by default that of `Decode(device=)`, if it is given, which
-    decodes there. Images travel as uint8, and are normalised there. The current stream of the thread that iterates can
-    use a batch at once. `ahead`: while training has a batch, `ahead` - 1 others are copied. `cast`: the dtype of
-    columns of floating-point values, such as "bfloat16", or a dict of these by column. `graph_buffers`: batches are
-    copied to the same tensors each time, for CUDA graphs.
-    `cache`: a `Cache` on local disk, which later epochs and runs read from, and the ranks of a machine share.
-    `storage_options`: passed to fsspec.
+    What to read. `url`: a dataset, or a `Join` of two. `split`: the split of a dataset that has splits. `version`: a
+    version of a dataset that was changed, by default the last; a state opens its own. `fields`: names of the fields to
+    fetch, by default all. `storage_options`: options of the store, by their fsspec names. `cache`: a `Cache` on local
+    disk, which later epochs and runs read from, and the ranks of a machine share.
 
-    To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
-    `windows`: a `Window` of several elements of it. `patches`: a `Patch` of other dimensions. `channels`: arrays that
-    are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by their
-    attributes, as netCDF's conventions say; in a dict of bools by array, other arrays are True. `strict`: True:
-    a missing chunk is an error; None: only if a field has none; False: its elements have the fill value. `zarr_format`:
-    2 or 3, if it is not to be found out. `normalize`: (mean, std) by name of an array or a channel,
-    for (x - mean) / std as floats; or the path or URL of the file that `streamloader stats` writes; True reads what it
-    saved in the dataset. With a number for each channel, the last axis, or "imagenet" for uint8, batches are
-    normalised, on the device if there is one, and have the stored dtype until then. Then `where` selects elements of
-    the sample axis, also by times, `slice("2001-01", None)`.
-    All of these read the fields of fixed shape of a streamloader dataset too, without `sample_axis`.
+    Which samples. `where`: a condition on fields with one number or text per sample (`"label == 'cat' and width >=
+    256"`), a slice, a mask, or sample numbers. `exclude`: samples to leave out of these: sample numbers, or the path or
+    URL of a file with a number, or JSON with "sample", in each line; "folder/": of all its *.jsonl. `weights`: how
+    often samples are drawn: `"balanced:label"` draws all classes equally often, `{"label": {"cat": 2, "dog": 1}}` these
+    two at 2 to 1; the name of a field with a number per sample, a number for each sample of the dataset, or the path or
+    URL of a file of them (.npy, or text) draw by sample. An epoch has as many draws as samples are selected.
+    `replacement`: False draws each sample at most once in an epoch, which ends when a class ends. `clips`: how videos
+    are cut into samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8, (batch, frames, height, width,
+    3)), `video_start` (the first frame of each clip), `video_times` (the seconds of each frame) and the other fields.
 
-    A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
-    at the batch that an error belongs to.
+    The order and the steps. `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
+    `batch_size`: samples in a batch of one rank; None yields single samples, for `DataLoader(ds, batch_size=64)`.
+    `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven". `steps_per_epoch`: batches of
+    each iteration; the next one continues there. `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
+    `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions, `(mesh,
+    "dp")`; by default that of torch.distributed, else of the launcher's environment. `bucket_by`: a field of variable
+    length, or a function of the lengths by field, by which batches get samples of similar length. `bucket_steps`: the
+    steps among which samples are exchanged for that. `max_tokens`: with `bucket_by`, a batch has as many samples, up to
+    `batch_size`, as have at most so many elements with their padding.
+
+    What a batch is made of. `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict
+    of these by field. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes and str; `rng`
+    is seeded by seed, epoch and position. `collate`: how values of different sizes form a batch: "pad" or a `Pad`,
+    "list", "nested", a dict of these by field, or a function of the list of samples. `pack`: ragged fields whose
+    documents are packed into rows. With `{"tokens": Pack(2049, fit="best")}` rows are the samples: batches have the
+    shape (batch_size, 2049), and `tokens_documents`, `tokens_positions` and `tokens_cu_seqlens`; `{"tokens": 2049}`
+    packs each batch, in rows whose number varies. `with_index`: adds the sample numbers as `index`.
+
+    Resources. `num_workers`: worker processes that read, decode and transform; 0: threads of this process; "auto": one
+    less than this rank's cores, from 4 cores on. `memory`: the most bytes that this rank's loader may use, without
+    Python and torch, also as "2GiB"; by default what the shuffle window and 16 requests need.
+
+    Errors and reports. `on_error`: "raise", or what replaces a sample that is damaged or undecodable, or for which the
+    transform raises: "mask" gives zeros, False in `valid` and True in `error`; "replace" another sample of the batch,
+    True in `replaced`. `max_bad`: how many samples may be bad, a number or a share. `error_log`: a file, or the URL of
+    a folder, that gets a line of JSON for each bad sample. `stall_seconds`: a longer wait for a batch is logged, with
+    its cause. `on_batch(report)`: called with a `BatchReport` for each batch.
+
+    On a device. `device`: batches are returned on this device, "cuda" or "cuda:1", copied ahead from page-locked memory
+    on a stream of the loader; by default that of `Decode(device=)`, if given. Images are copied as uint8 and normalised
+    there. The current stream of the thread that iterates can use a batch at once. `ahead`: while training has a batch,
+    `ahead` - 1 others are copied. `cast`: the dtype of floating-point columns, such as "bfloat16", or a dict by column.
+    `graph_buffers`: batches are copied to the same tensors each time, for CUDA graphs.
+
+    Arrays of any Zarr store, in place. `sample_axis`: the dimension whose elements are samples, by name or number.
+    `windows`: a `Window` of several of its elements. `patches`: a `Patch` of other dimensions. `channels`: arrays that
+    are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by the CF
+    conventions; in a dict of bools by array, other arrays are True. `strict`: True: a missing chunk is an error; None:
+    only if a field has none; False: its elements have the fill value. `zarr_format`: 2 or 3, by default what is found.
+    `normalize`: (mean, std) by name of an array or a channel, for (x - mean) / std as floats; the path or URL of the
+    file that `streamloader stats` writes; or True for what it saved in the dataset. With a number for each channel, the
+    last axis, or "imagenet" for uint8, batches are normalised, on the device if there is one.
+
+    `where` then selects elements of the sample axis, also by times, `slice("2001-01", None)`. Windows, patches,
+    channels and `normalize` also take the fields of fixed shape of a streamloader dataset, without `sample_axis`.
+
+    Raises a `StreamloaderError`: the constructor for invalid arguments, iteration at the batch that an error belongs
+    to.
     """
 
 
