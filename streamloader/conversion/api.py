@@ -54,28 +54,20 @@ def convert(
 ) -> Report:
     """Convert the source `src` to a dataset at the URL `dst`, and return a `Report`; docs/conversion.md has examples.
 
-    The source. `src`: a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of
-    samples, or a generator function. `format`: the name of the source format, by default detected. `source_options`:
-    options of the store of `src`, by default `storage_options` if both URLs have the same protocol.
+    `src`: a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or a
+    generator function. `format`: by default detected. `fields`: the fields to keep, and their types. `fill`: values
+    that replace missing ones. `raw`: keep packed values (`scale_factor`, ...) as stored. `rechunk`: arrays of a Zarr
+    store and slices of them, `"t2m,z@500"`, that become fields along `sample_axis`. `map`: a function of a sample, or
+    with `map_batch` of so many as columns. `columns`: the fields to read for it. `cache_key`: a text to change if what
+    the function uses changes; a resume also notices its name and source text. `resize`, `quality`: re-encode images.
+    `split`: `"train=0.9,val=0.1"` or a mapping; each split is a dataset, with samples assigned at random. `shuffle`:
+    the seed of a random order. `on_error`: "raise", "skip" or "quarantine" for bad samples. `engine`: "local", "dask",
+    "ray" or "spark", optionally with `=ADDRESS`. `workers`: processes, by default one per core; 0 works in this one.
+    `overwrite`: replace a dataset. `resume`: also accept a finished dataset of the same source and options; to resume
+    an interrupted conversion, repeat the call. `dry_run`: write nothing. `source_options`: storage options of `src`, by
+    default `storage_options` if both URLs have the same protocol.
 
-    What is stored. `fields`: the fields to keep, and their types. `fill`: values that replace missing ones, by field.
-    `raw`: keep packed values (`scale_factor`, ...) as stored. `rechunk`: arrays of a Zarr store and slices of them,
-    `"t2m,z@500"`, each of which becomes a field. `sample_axis`: the dimension of their samples, by default their first.
-    `resize`: the shorter side of images in pixels, or "HEIGHTxWIDTH". `quality`: re-encode images as JPEG of this
-    quality. `split`: `"train=0.9,val=0.1"` or a mapping; each split becomes a dataset, with samples assigned at random.
-    `shuffle`: the seed of a random order. `layout`: the `Layout` of the dataset.
-
-    A function of samples. `map`: a function of a sample, or "module:function". `map_batch`: call it with this many
-    samples at once, as columns. `columns`: the fields to read for it. `cache_key`: any text. A resume notices another
-    name or source text of the function, and another key: change the key if what the function uses changes.
-
-    The run. `on_error`: "raise", "skip" or "quarantine" for bad samples. `engine`: "local", "dask", "ray" or "spark",
-    optionally with `=ADDRESS`. `workers`: the number of processes, by default one per core; 0 works in this process.
-    `resume`: also accept a finished dataset of the same source and options. `overwrite`: replace a dataset. `dry_run`:
-    write nothing. `storage_options`: options of the store of `dst`. `progress`: a function that gets the progress.
-
-    To resume an interrupted conversion, repeat the call. Raises `UsageError`, `FieldError`, `SourceError`,
-    `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
+    Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
