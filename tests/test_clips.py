@@ -506,7 +506,7 @@ def test_a_transform_gets_clips_of_different_sizes(workers, sizes):
         batch = next(iter(ds))
     assert batch["height"].tolist() == [240 if index == 2 else 48 for index in batch["index"]]
     assert {*batch["index"].tolist()} == {0, 1, 2}
-    with pytest.raises(errors.DecodeError, match=r"has the shape .*; give Clips\(size="):
+    with pytest.raises(errors.UsageError, match=r"has the shape .*; give Clips\(size="):
         list(dataset(sizes, **given))
 
 

@@ -106,8 +106,11 @@ def test_without_decode_the_bytes_are_what_was_written(folder):
 
 
 def test_images_of_several_sizes_need_a_size_or_a_transform(folder):
-    with pytest.raises(DecodeError, match=r"decodes to shape \(1\d, 12, 3\), others of its batch to \(1\d, 12, 3\)"):
-        list(StreamingDataset(folder / "mixed", batch_size=16, decode=True))
+    for on_error in ("raise", "mask", "replace"):  # none of them is bad
+        with pytest.raises(UsageError, match=r"decodes to shape \(1\d, 12, 3\), others of its batch to \(1\d, 12, 3\)"):
+            list(StreamingDataset(folder / "mixed", batch_size=16, decode=True, on_error=on_error))
+    for batch in StreamingDataset(folder / "mixed", batch_size=16, decode=True, collate="pad"):  # as the error says
+        assert batch["image"].shape[0] == 16
 
     def crop(sample: dict[str, Any]) -> dict[str, Any]:
         assert sample["image"].dtype == np.uint8

@@ -322,7 +322,8 @@ def test_an_argument_of_other_loaders_is_a_type_error_that_names_ours(url, kind,
     ) as error:
         kind(url, batch_size=8, **{name: None})
     assert ours in str(error.value)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
+    similar = re.escape(f"{kind.__name__}() got an unexpected keyword argument 'shufle': did you mean 'shuffle'?")
+    with pytest.raises(TypeError, match=similar):
         kind(url, batch_size=8, shufle=True)
 
 

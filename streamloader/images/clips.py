@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import DecodeError, FieldError
+from streamloader.errors import DecodeError, FieldError, UsageError
 from streamloader.format.clips import Clipped, clip_header, decode_clip
 from streamloader.format.video import VideoIndex, count_frames, frame_size, index_video
 from streamloader.images.decode import ImageDecoder
@@ -107,7 +107,7 @@ class ClipDecoder(ImageDecoder):
         numbers: Sequence[float] | None = None,  # noqa: ARG002 - of images
         crop: Any = None,  # noqa: ARG002
     ) -> NDArray[Any]:
-        """Return the decoded clip, written to `out` if given. Raises `DecodeError`, which names the sample."""
+        """Return the decoded clip, written to `out` if given. Raises as `ImageDecoder.decode`."""
         try:
             header = clip_header(data)
             shape = (*self._size(header), 3)
@@ -118,7 +118,7 @@ class ClipDecoder(ImageDecoder):
         except Exception as error:
             raise self._error(sample, data, error) from error
         problem = f"a clip of sample {sample} has the shape {shape}, others of its batch {out.shape}"
-        raise DecodeError(problem, "give Clips(size=(height, width))")
+        raise UsageError(problem, "give Clips(size=(height, width))")
 
     def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
         problem = f"a clip of sample {sample} of field {self.name!r} does not decode ({len(data)} bytes: {error})"

@@ -453,7 +453,8 @@ class ImageDecoder:
         the image that it is of; a mask is cropped as it says. With `Decode(device=)` it has three numbers more: if the
         device is to decode the image, by how much that is scaled down first, its EXIF orientation, and where its Exif
         data begin or 0, else zeros.
-        Raises `DecodeError`, which names the sample.
+        Raises `DecodeError`, which names the sample, and `UsageError` for an image of another shape than `out`: which
+        ones these are depends on the batch, so none of them is bad.
         """
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
@@ -477,8 +478,10 @@ class ImageDecoder:
         if not fits or out is None:
             problem = f"sample {sample}: {self.name!r} differs in size from its image"
             raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
-        remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
-        raise DecodeError(f"sample {sample} decodes to shape {shape}, others of its batch to {out.shape}", remedy)
+        problem = f"{self.name!r} of sample {sample} decodes to shape {shape}, others of its batch to {out.shape}"
+        raise UsageError(
+            problem, 'give Decode(size=(height, width)), collate="pad" or a transform that returns one shape'
+        )
 
     def check(self, data: memoryview, sample: int, _header: Header) -> None:
         """Decode an image that has this header, in memory of its own. Raises `DecodeError`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from functools import partial
 from typing import Any, Self
 
@@ -42,14 +44,23 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
     _resolve_world = staticmethod(distributed.resolve_world)
     _worker_info = staticmethod(distributed.worker)
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Raise `TypeError` for wrong arguments, naming what replaces one that `DataLoader` has, or a similar name."""
         if issubclass(cls, NumpyMixture):
             elsewhere = ELSEWHERE | _OF_SOURCES
         else:
             elsewhere = ELSEWHERE | {name: _SOURCES.format(name) for name in ("schedule", "schedule_by")}
         for name in given.keys() & elsewhere.keys():
             raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {elsewhere[name]}")
+        if args or given:  # a copy or a pickled one is made without
+            signature = inspect.signature(cls.__init__)
+            try:
+                signature.bind(None, *args, **given)
+            except TypeError as error:
+                unknown = next((name for name in given if name not in signature.parameters), "")
+                similar = difflib.get_close_matches(unknown, signature.parameters, 1)
+                hint = f": did you mean {similar[0]!r}?" if similar else ""
+                raise TypeError(f"{cls.__name__}() {error}{hint}") from None
         return super().__new__(cls)
 
     def __len__(self) -> int:
