@@ -287,6 +287,31 @@ def test_secrets_of_a_url_are_not_shown(url, capsys):
         assert SECRET not in out + err and "AKIASECRETKEY" not in out + err
 
 
+@pytest.mark.parametrize("proxy", [f"user:{SECRET}@127.0.0.1:1", f"http://user:{SECRET}@127.0.0.1:1"])
+def test_passwords_of_proxies_are_not_shown(proxy, bucket, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    shown = [each.found + each.advice for each in examine(*bucket)]
+    assert any("127.0.0.1:1" in text for text in shown)
+    assert not [text for text in shown if SECRET in text]
+
+
+RETURNED = ["no json", "[1]", json.dumps({"Version": 1, "AccessKeyId": "k", "Expiration": SECRET}), ""]
+
+
+@pytest.mark.parametrize("text", RETURNED)
+def test_a_source_of_credentials_that_returns_anything_else_is_a_problem(text, bucket, monkeypatch, tmp_path):
+    (tmp_path / "out").write_text(text)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path / 'out'}\n")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    (problem,) = problems(found(bucket[0], {"endpoint_url": bucket[1]["endpoint_url"]})).values()
+    assert "credentials" in problem.found
+    assert SECRET not in problem.found
+
+
 # --- the machine
 
 

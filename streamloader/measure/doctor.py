@@ -20,7 +20,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from urllib.request import getproxies
 
 from streamloader.engine.arena import machine_memory
 from streamloader.engine.budget import MACHINE_SHARE
@@ -41,7 +40,7 @@ from streamloader.options import RetryPolicy
 from streamloader.storage import Store, open_store, references_url
 from streamloader.storage.endpoint import Endpoint, ask, endpoint_of
 from streamloader.storage.process import affinity, cpu_count, cpu_quota
-from streamloader.storage.url import redact
+from streamloader.storage.url import proxies, redact
 from streamloader.zarr.metadata import read_group
 
 Status = Literal["ok", "warning", "problem"]
@@ -249,8 +248,8 @@ def _check_memfd() -> Check:
 
 def check_environment(env: Mapping[str, str]) -> Iterator[Check]:
     """Yield proxies, threads of libraries, and how processes are started."""
-    proxies = ", ".join(f"{name}={redact(url)}" for name, url in sorted(getproxies().items()))
-    yield Check("proxies", "ok", proxies or "none")
+    named = ", ".join(f"{name}={proxy}" for name, proxy in proxies().items())
+    yield Check("proxies", "ok", named or "none")
     ranks, threads = ranks_on_this_machine(), env.get("OMP_NUM_THREADS", "")
     found = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set"
     share = max(1, cpu_count() // ranks)

@@ -22,13 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import IncompleteRead
 from typing import NamedTuple, TypeVar
-from urllib.request import getproxies
 
 from streamloader import errors
 from streamloader.errors import NotFoundError, StorageError, TransientError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import RECEIVER, Receiver
-from streamloader.storage.url import Location, redact
+from streamloader.storage.url import Location, proxies
 
 MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
 
@@ -272,9 +271,9 @@ def storage_error(error: BaseException, location: Location) -> StorageError:
     rule = next(rules, None)
     if rule is None:
         return StorageError(f"{url}: {detail}", "check the store and storage_options")
-    remedy, proxies = rule.remedy, {name: redact(proxy) for name, proxy in getproxies().items() if name != "no"}
-    if rule.signs == _UNREACHABLE and proxies:
-        remedy += f"; the environment names proxies: {', '.join(f'{name}_proxy={proxies[name]}' for name in proxies)}"
+    remedy, named = rule.remedy, [f"{name}_proxy={proxy}" for name, proxy in proxies().items() if name != "no"]
+    if rule.signs == _UNREACHABLE and named:
+        remedy += f"; the environment names proxies: {', '.join(named)}"
     ours = rule.kind(f"{url}: {rule.problem} ({detail})", remedy)
     ours.retry_after = facts.wait
     if isinstance(ours, errors.AccessError):

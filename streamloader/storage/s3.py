@@ -637,7 +637,12 @@ def access_of(location: Location) -> Access:
     else:
         session = botocore.session.Session(profile=options.get("profile"))
         session.set_default_client_config(SERVICES)
-        found = session.get_credentials()
+        try:
+            found = session.get_credentials()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a credential_process, for one
+            problem = f"{location.shown}: a source of credentials returns no credentials ({type(error).__name__})"
+            remedy = "check credential_process in the profile, or AWS_PROFILE"
+            raise AccessError(problem, remedy) from None  # the text of the error may have what it returned
         source = "" if found is None else _SOURCES.get(found.method, found.method)
         if source and session.profile and found.method not in _NO_PROFILE:
             source = f"{source}, profile {session.profile}"

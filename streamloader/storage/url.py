@@ -84,6 +84,15 @@ def redact(text: str) -> str:
     return _PARAMETER.sub(rf"\1\2{MASK}", text)
 
 
+def proxies() -> dict[str, str]:
+    """Return the proxies of the environment by name, without users and passwords; they may have no `http://`."""
+    start = "http://"
+    return {
+        name: redact(url) if "://" in url else redact(start + url).removeprefix(start)
+        for name, url in sorted(getproxies().items())
+    }
+
+
 def _without_user(url: re.Match[str]) -> str:
     is_container = url[1].lower() in _AZURE and ":" not in url[2]
     return url[0] if is_container else f"{url[1]}://"
