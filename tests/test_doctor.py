@@ -312,6 +312,25 @@ def test_a_source_of_credentials_that_returns_anything_else_is_a_problem(text, b
     assert SECRET not in problem.found
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["s3://bucket/x", "endpoint_ur=http://h"], "endpoint_url"),
+        (["s3://bucket/x", "endpoint_url=http://[::1"], "Invalid IPv6 URL"),
+        (["s3://bucket/x", "endpoint_url=http://127.0.0.1:99999"], "Port out of range"),
+        (["s3://bucket/x", "endpoint_url=http://a..b"], "Invalid endpoint"),
+        (["http://127.0.0.1:99999/x"], "Port out of range"),
+        (["http://[::1/x"], "Invalid IPv6 URL"),
+        (["http://a..b/x"], "label"),
+    ],
+)
+def test_options_and_addresses_that_cannot_be_are_errors(arguments, shown, capsys):
+    url, *options = arguments
+    status, _, err = run(capsys, "doctor", url, *(f"--storage-option={each}" for each in options))
+    assert status == 2
+    assert shown in err
+
+
 # --- the machine
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from streamloader.storage.retry import translated
+from streamloader.errors import UsageError
+from streamloader.storage.retry import cause_of, translated
+from streamloader.storage.store import wrong_option
 from streamloader.storage.url import Location
 
 REQUESTS = 5
@@ -45,7 +48,7 @@ def endpoint_of(location: Location) -> Endpoint | None:
 
     Raises `StorageError` and `UsageError` for options, profiles and sources of credentials that are wrong.
     """
-    with translated(location):
+    with _translated(location):
         if location.protocol == "s3":
             from streamloader.storage.s3 import access_of
 
@@ -63,9 +66,9 @@ def endpoint_of(location: Location) -> Endpoint | None:
 
 
 def ask(endpoint: Endpoint, location: Location) -> Answer:
-    """Send small requests to an endpoint. Raises `StorageError` if it cannot be reached."""
+    """Send small requests to an endpoint. Raises `StorageError` if it cannot be reached, `UsageError` for its URL."""
     seconds, skew, status = [], None, 0
-    with translated(location):
+    with _translated(location):
         for _ in range(REQUESTS):
             begin, now = time.perf_counter(), time.time()
             with endpoint.pool.request("HEAD", endpoint.url.rstrip("/") + "/", {}) as response:
@@ -74,6 +77,18 @@ def ask(endpoint: Endpoint, location: Location) -> Answer:
                 response.read()
             skew = clock_skew(headers, now + seconds[-1] / 2)
     return Answer(status, tuple(seconds), skew)
+
+
+@contextmanager
+def _translated(location: Location) -> Iterator[None]:
+    """Raise what clients raise as our errors, also for options that they reject."""
+    try:
+        with translated(location):
+            yield
+    except UsageError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise wrong_option(location, error) from cause_of(error, location)
 
 
 def clock_skew(headers: Mapping[str, str], now: float) -> float | None:

@@ -380,10 +380,10 @@ def _open_client(location: Location) -> Client:
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
-        raise _wrong_option(location, error) from cause_of(error, location)
+        raise wrong_option(location, error) from cause_of(error, location)
 
 
-def _wrong_option(location: Location, error: Exception) -> UsageError:
+def wrong_option(location: Location, error: Exception) -> UsageError:
     """Return the error for options that a client rejects, with the name of the wrong option if it is known."""
     detail = location.redact(str(error))
     remedy = "see the parameters of the protocol's fsspec filesystem"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies
 
 from streamloader.errors import UnsupportedError, UsageError
@@ -284,6 +284,8 @@ def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
         raise UnsupportedError(problem, "give the folder's URL without the query, and credentials in storage_options")
     if protocol in ("s3", "http"):
         target, options = _user_as_options(target, protocol, options)
+    if protocol == "http":
+        _check_address(target)
     if protocol == "s3":
         options = _without_users(options)
     bare = target.rstrip("/")
@@ -319,6 +321,17 @@ def _check_endpoint(options: Mapping[str, Any]) -> None:
             start = endpoint.removesuffix(host)
             problem = f"storage option endpoint_url={start + shown!r} does not begin with http:// or https://"
             raise UsageError(problem, f"write http://{shown}, or https://{shown} if the server has a certificate")
+
+
+def _check_address(target: str) -> None:
+    """Raise `UsageError` for a host or a port that no address has, since clients raise anything for them."""
+    try:
+        parts = urlsplit(target)
+        _ = parts.port, (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise UsageError(
+            f"{redact(target)}: {error}", "write https://host/folder, or https://host:port/folder"
+        ) from None
 
 
 def _user_as_options(target: str, protocol: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
