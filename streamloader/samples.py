@@ -1,13 +1,55 @@
-"""Numbers of samples, of which some are left out: by a selection, or because a version deleted them. No I/O."""
+"""Numbers of samples: ranges of them as text, and all but some, by a selection or what a version deleted. No I/O."""
 
 from __future__ import annotations
 
+import ast
+import re
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+
+_TIME = r"[+-]?\d{4,6}-\d\d?(?:-\d\d?)?(?:T\d\d(?::\d\d){0,2})?"
+_NUMBER = r"[+-]?\d{1,18}"
+_RANGE = re.compile(rf"\s*({_TIME}|{_NUMBER})?\s*:\s*({_TIME}|{_NUMBER})?\s*")
+_SLICE = re.compile(r"\s*slice\((.{0,200})\)\s*")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A range of whole numbers as `text`, such as `0:800`: they count samples, but may be years to an axis of times."""
+
+    text: str
+    chosen: slice
+
+
+def parse_range(text: str) -> slice | Numbers | None:
+    """Parse `2001-01:2017-12`, `0:800` or `slice(0, 800)`; return None for what is none of these.
+
+    Times stay text, and a number beside one is a year.
+    """
+    if match := _SLICE.fullmatch(text):
+        return _python_slice(match[1])
+    match = _RANGE.fullmatch(text)
+    ends = () if match is None else match.groups()
+    given = [end for end in ends if end is not None]
+    numbers = [end for end in given if re.fullmatch(_NUMBER, end)]
+    if len(numbers) == len(given) and ends:
+        return Numbers(text.strip(), slice(*(None if end is None else int(end) for end in ends)))
+    # 2001-01-01T06:30 is a time rather than a range up to the year 30
+    return slice(*ends) if ends and all(len(end) >= 4 for end in numbers) else None
+
+
+def _python_slice(arguments: str) -> slice | None:
+    try:
+        values = ast.literal_eval(f"[{arguments}]")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    known = 1 <= len(values) <= 3 and {type(value) for value in values} <= {int, str, type(None)}
+    return slice(*values) if known else None
 
 
 def distinct(values: Ints) -> Ints:

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 import zarr
 from amounts import examples
+from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr_stores import samples_of
@@ -294,6 +295,53 @@ LABELS = [
     slice(None, np.datetime64("2001-01-02T11:59"), 2),
     slice("2001-01-02", pd.Timestamp("2001-01-03 12:00")),
 ]
+
+
+AS_TEXT = {
+    "2001:2002-03": slice("2001", "2002-03"),
+    "2002-12:": slice("2002-12", None),
+    ":2001-03-04": slice(None, "2001-03-04"),
+    "2001-01-01T06:2001-01-02T18": slice("2001-01-01T06", "2001-01-02T18"),
+    "2001-01-01T06:30:2001-01-02T18:30": slice("2001-01-01T06:30", "2001-01-02T18:30"),
+    "slice(2001, 2002)": slice(2001, 2002),
+    "slice('2001', '2002', 3)": slice("2001", "2002", 3),
+    " slice(-5, None) ": slice(-5, None),
+    ":": slice(None),
+}
+
+
+@pytest.mark.parametrize("text", AS_TEXT)
+def test_a_range_as_text_selects_what_the_slice_does(text, tmp_path):
+    url = write(tmp_path / "x.zarr", np.arange(0, 24 * 800, 8))
+    assert windows_of(url, where=text)[0] == windows_of(url, where=AS_TEXT[text])[0]
+
+
+@pytest.mark.parametrize("text", ["2001:2002", "2001:", ":2002", "0:800", "-100:", "20010101:20020101"])
+def test_numbers_as_text_are_refused_where_they_may_be_times(text, tmp_path, capsys):
+    """2,400 elements of the years 2001 to 2003: both readings select some."""
+    url = write(tmp_path / "x.zarr", np.arange(0, 24 * 800, 8))
+    with pytest.raises(errors.SelectionError, match=f"where={text} may mean times or numbers of elements of 'time'"):
+        windows_of(url, where=text)
+    for command in ("stats", "plan"):
+        status, _, err = run(capsys, command, url, "--sample-axis", "time", "--fields", "v", "--where", text)
+        assert (status, f"where={text} may mean times" in err) == (2, True), err
+
+
+def test_the_remedy_of_numbers_as_text_can_be_copied(tmp_path):
+    url = write(tmp_path / "x.zarr", np.arange(0, 24 * 800, 8))
+    with pytest.raises(errors.SelectionError) as caught:
+        windows_of(url, where="2001:2002")
+    assert caught.value.remedy == "write times as 2001-01:2002-12, elements as 'slice(2001, 2002)'"
+    assert len(windows_of(url, where="2001-01:2002-12")[0]) == 3 * 730
+    assert list(windows_of(url, where="slice(2001, 2002)")[0]) == [2001]
+
+
+def test_numbers_as_text_are_refused_where_they_may_be_other_values(tmp_path):
+    years = write(tmp_path / "years.zarr", np.arange(1, 2100), units="")
+    with pytest.raises(errors.SelectionError, match=r"may mean values .*write values as 'time >= 1', elements as 'sl"):
+        windows_of(years, where="2001:2002")
+    counted = write(tmp_path / "counted.zarr", np.arange(2100), units="")
+    assert list(windows_of(counted, where="2001:2003")[0]) == [2001, 2002]
 
 
 @pytest.mark.parametrize("where", LABELS)

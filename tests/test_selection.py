@@ -86,6 +86,10 @@ INVALID: list[tuple[Any, str]] = [
     ("x > 1", r"'x', which is float32\[300\]"),
     ("print(label)", "not understood"),
     (slice("a", 3), "is invalid"),
+    ("2001-01:2002", "is invalid.* or a condition"),
+    *((text, "is not understood") for text in ("slice(1, x)", "slice(0.5)", "slice()")),
+    ("2001-01-01T06:30", "cannot be read"),
+    ("0:" + "9" * 5000, "cannot be read"),
 ]
 
 
@@ -107,6 +111,9 @@ CHOSEN = [
     (SOME, SOME),
     (slice(100, 400), range(100, 400)),
     (slice(None), range(N)),
+    ("100:400", range(100, 400)),
+    ("-7:", range(N - 7, N)),
+    ("slice(0, 100, 3)", range(0, 100, 3)),
     ([11], [11]),
     ("flag and count < 65500", [i for i in range(N) if i % 3 == 0 and 65535 - i < 65500]),
     (f"{label(7)} <= label < {label(300)}", range(7, 300)),

@@ -22,14 +22,6 @@ def parse_extent(text: str) -> Extent:
     return int(text) if text.isdigit() else text
 
 
-def parse_where(text: str) -> str | slice:
-    """Parse `2001-01:2017-12` (times, both ends included) or `0:800` as a slice; leave a condition as it is."""
-    start, colon, stop = text.partition(":")
-    if not colon or set(start + stop) - set("0123456789-T"):
-        return text
-    return slice(*(int(end) if end.isdigit() else end or None for end in (start, stop)))
-
-
 def parse_lead(text: str) -> Extent | tuple[Extent, ...]:
     """Parse `24h`, or offsets after the present element: `6h,24h`."""
     leads = tuple(parse_extent(part.strip()) for part in text.split(","))

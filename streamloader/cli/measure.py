@@ -123,7 +123,7 @@ def parse_packs(text: str) -> dict[str, int]:
 @shared.fields_option
 @shared.split_option
 @arrays.sampling_options
-@option("--where", parse=arrays.parse_where, help='Samples to read: "label in (1, 2) and width >= 256", or 0:800.')
+@shared.where_option
 @shared.exclude_option
 @option("--bucket-by", help="The field by whose length batches get samples of like length.")
 @option("--bucket-steps", type=int, default=100, help="Steps among which samples exchange their places.")
@@ -357,7 +357,7 @@ def draw(planned: Forecast, path: Path) -> None:
 @shared.split_option
 @option("--sample-axis", parse=arrays.parse_extent, help="The dimension that samples lie along.")
 @option("--channels", parse=parse_names, help="Arrays, and slices of them: z@500,t2m; default: all arrays.")
-@option("--where", parse=arrays.parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
+@shared.where_option
 @shared.exclude_option
 @option("--raw", is_flag=True, help="Take values as stored, without CF attributes.")
 @shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")

@@ -87,6 +87,8 @@ fill_option = option("--fill", parse=parse_fill, help=_FILL, **PAIRS)
 quiet_option = option("--quiet", is_flag=True, help="Print errors only.")
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, also of an error.")
 split_option = option("--split", help="The split, if the dataset has splits.")
+_WHERE = 'The samples to read: "label in (1, 2) and width >= 256", 0:800, or times of arrays: 2001-01:2017-12.'
+where_option = option("--where", metavar="CONDITION|RANGE", help=_WHERE)
 _EXCLUDE = "The file of samples to leave out, or the folder of such files if it ends in a slash."
 exclude_option = option("--exclude", metavar="FILE", help=_EXCLUDE)
 fields_option = option("--fields", parse=parse_names, help="Fields to read, say image,label; default: all.")

@@ -36,7 +36,7 @@ LOOPBACK = "127.0.0.1"
 @option("--world-size", type=IntRange(min=1), help="Ranks of the run; default: that of --run, or 1.")
 @option("--seed", type=IntRange(min=0), help="The seed of the run.")
 @option("--no-shuffle", is_flag=True, help="The run reads samples in stored order.")
-@option("--where", parse=arrays.parse_where, help='The samples of the run: "label in (1, 2)", or 0:800.')
+@shared.where_option
 @option("--image-size", parse=parse_image_size, help="Images of the run are decoded to this size: 224, or 192x256.")
 @option("--crop", type=click.Choice(["random", "center"]), help="How the run crops images, with --image-size.")
 @option("--pack", parse=parse_packs, help="Documents are packed into rows: tokens=2049.")

@@ -66,8 +66,8 @@ PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
-# a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors. The samples
-# of arrays are the elements of their sample axis, and slices may have labels of times.
+# a condition, a range as text, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be
+# tensors. The samples of arrays are the elements of their sample axis, and slices may have labels of times.
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 # sample numbers, also as a tensor; or the path or URL of a file, or of a folder if it ends in "/"
 ExcludeChoice = None | str | os.PathLike[str] | Sequence[int] | np.ndarray[Any, Any]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,11 @@ from streamloader.loader.arguments import Source, check_names, choose_fields, ch
 from streamloader.options import Cache, Join, in_range, whole_numbers
 from streamloader.order.schedule import Ints
 from streamloader.order.state import SourceIdentity
+from streamloader.samples import AllBut, Numbers, distinct, parse_range
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
-
-if TYPE_CHECKING:  # imported when a dataset needs it
-    from streamloader.samples import AllBut
 
 
 def open_dataset(
@@ -51,7 +49,7 @@ def open_dataset(
     if isinstance(where, str):  # parsed before anything is opened
         from streamloader.format.conditions import Condition
 
-        where = Condition.parse(where)
+        where = parse_range(where) or Condition.parse(where)
     if source.used:
         return _open_arrays(source, where, fields, columns, memory=memory, shuffle=shuffle, cache=cache)
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
@@ -163,7 +161,7 @@ def _at_version(source: Source, dataset: Dataset, missing: Sequence[tuple[str, i
 def _select(
     where: Any, manifest: Manifest, store: Store, memory: int | None, remaining: Remaining | None = None
 ) -> Ints | None:
-    """Return the selection of `where`, a `Condition` or as in `WhereChoice` but for texts; None for all samples.
+    """Return the selection of `where`: `Condition`, `Numbers`, or as in `WhereChoice` but for texts; None: all samples.
 
     A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
     times are those of the manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is
@@ -175,6 +173,7 @@ def _select(
     from streamloader.order.selection import check_fits, check_some, select
 
     if not isinstance(where, Condition):
+        where = where.chosen if isinstance(where, Numbers) else where
         return select(where, manifest.num_remaining, memory)
     times, check = time_labels(manifest), partial(check_fits, memory=memory)
     samples = matching_samples(where, store, manifest, remaining, times=times, check=check)
@@ -192,7 +191,6 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
         return selection
     from streamloader.format.conditions import number_files, parse_lines
     from streamloader.order.selection import exclude
-    from streamloader.samples import distinct
 
     if isinstance(choice, str | os.PathLike):
         own = {"split": source.split, "source": store.url}

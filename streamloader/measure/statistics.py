@@ -111,10 +111,9 @@ def _add(found: dict[str, list[Moments]], values: Mapping[str, list[NDArray[Any]
         found[name] = [moments + Moments.of(of) for moments, of in zip(before, channels, strict=True)]
 
 
-def document_of(url: str, split: str | None, where: str | slice | None, found: Mapping[str, Any]) -> str:
+def document_of(url: str, split: str | None, where: str | None, found: Mapping[str, Any]) -> str:
     """Return the JSON document of statistics, which `normalize=` reads."""
-    shown = f"{where.start or ''}:{where.stop or ''}" if isinstance(where, slice) else where
-    return json.dumps({"url": open_store(url).url, "split": split, "where": shown, "statistics": found}, indent=1)
+    return json.dumps({"url": open_store(url).url, "split": split, "where": where, "statistics": found}, indent=1)
 
 
 def save_in(url: str, document: str, storage_options: Mapping[str, Any] | None) -> None:

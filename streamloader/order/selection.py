@@ -26,7 +26,8 @@ def select(choice: Any, num_samples: int, memory: int | None = None) -> Ints:
         try:
             numbers = range(*choice.indices(num_samples))
         except (TypeError, ValueError) as error:
-            raise SelectionError(f"where={choice} is invalid: {error}", "give slice(start, stop, step)") from error
+            remedy = "give slice(start, stop, step) of numbers, or a condition"
+            raise SelectionError(f"where={choice} is invalid: {error}", remedy) from error
         check_fits(len(numbers), memory)
         ascending = numbers if numbers.step > 0 else numbers[::-1]
         samples = np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64)

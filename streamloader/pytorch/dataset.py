@@ -126,14 +126,15 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     disk, which later epochs and runs read from, and the ranks of a machine share.
 
     Which samples. `where`: a condition on fields with one number or text per sample (`"label == 'cat' and width >=
-    256"`), a slice, a mask, or sample numbers. `exclude`: samples to leave out of these: sample numbers, or the path or
-    URL of a file with a number, or JSON with "sample", in each line; "folder/": of all its *.jsonl. `weights`: how
-    often samples are drawn: `"balanced:label"` draws all classes equally often, `{"label": {"cat": 2, "dog": 1}}` these
-    two at 2 to 1; the name of a field with a number per sample, a number for each sample of the dataset, or the path or
-    URL of a file of them (.npy, or text) draw by sample. An epoch has as many draws as samples are selected.
-    `replacement`: False draws each sample at most once in an epoch, which ends when a class ends. `clips`: how videos
-    are cut into samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8, (batch, frames, height, width,
-    3)), `video_start` (the first frame of each clip), `video_times` (the seconds of each frame) and the other fields.
+    256"`), a slice, also as text (`"0:800"`), a mask, or sample numbers. `exclude`: samples to leave out of these:
+    sample numbers, or the path or URL of a file with a number, or JSON with "sample", in each line; "folder/": of all
+    its *.jsonl. `weights`: how often samples are drawn: `"balanced:label"` draws all classes equally often, `{"label":
+    {"cat": 2, "dog": 1}}` these two at 2 to 1; the name of a field with a number per sample, a number for each sample
+    of the dataset, or the path or URL of a file of them (.npy, or text) draw by sample. An epoch has as many draws as
+    samples are selected. `replacement`: False draws each sample at most once in an epoch, which ends when a class ends.
+    `clips`: how videos are cut into samples, `{"video": Clips(16, stride=2)}`: a batch has `video` (uint8, (batch,
+    frames, height, width, 3)), `video_start` (the first frame of each clip), `video_times` (the seconds of each frame)
+    and the other fields.
 
     The order and the steps. `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
     `batch_size`: samples in a batch of one rank; None yields single samples, for `DataLoader(ds, batch_size=64)`.

@@ -184,8 +184,7 @@ class Viewer:
 
     def stored(self, split: str | None, where: str | None) -> Stored:
         """Return the stored samples of a split that a condition selects. Raises `SelectionError` for another text."""
-        chosen: Any = None if where is None else _parse_where(where)
-        source = replace(self.source, split=split or self.source.split, where=chosen, exclude=None, weights=None)
+        source = replace(self.source, split=split or self.source.split, where=where, exclude=None, weights=None)
         return self._stored.add((source.split, where), Stored(source, self.looks), 1)
 
     def fields(self) -> dict[str, Any]:
@@ -288,13 +287,3 @@ class Viewer:
     def close(self) -> None:
         """End all threads."""
         self.run.close()
-
-
-def _parse_where(text: str) -> Any:
-    """Return a condition as text, or `10:20` as a slice."""
-    first, colon, last = text.partition(":")
-    ends = first.strip(), last.strip()
-    if colon and all(not end or (end.isdecimal() and len(end) < 19) for end in ends):
-        start, stop = (int(end) if end else None for end in ends)
-        return slice(start, stop)
-    return text

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streamloader.errors import FieldError, SelectionError, UsageError
 from streamloader.format.manifest import Manifest
 from streamloader.order.anchors import expand_anchors
+from streamloader.samples import Numbers
 from streamloader.zarr.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
 from streamloader.zarr.metadata import ZarrArray, ZarrGroup
 
@@ -192,14 +193,34 @@ def time_labels(manifest: Manifest) -> dict[str, Callable[[str], float]]:
 def select_elements(coordinate: Coordinate, where: Any) -> Ints:
     """Return the elements of the sample axis that a slice, a mask or numbers select, ascending.
 
-    Raises `SelectionError` for an unknown label, and an empty selection.
+    Raises `SelectionError` for an unknown label, an empty selection, and `Numbers` that may mean values of the axis.
     """
     from streamloader.order.selection import select
 
+    if isinstance(where, Numbers):
+        _check_counts(coordinate, where)
+        where = where.chosen
     ends = (where.start, where.stop) if isinstance(where, slice) else ()
     if any(end is not None and not hasattr(end, "__index__") for end in ends):
         return _between(coordinate, where)
     return select(where, coordinate.length)
+
+
+def _check_counts(coordinate: Coordinate, where: Numbers) -> None:
+    """Raise `SelectionError` if the numbers in a text may mean times or values of the axis rather than its elements."""
+    start, stop = where.chosen.start, where.chosen.stop
+    times, values = coordinate.units is not None, coordinate.values
+    if start is stop is None or values is None or (not times and np.array_equal(values, np.arange(len(values)))):
+        return
+    remedy = f"write values as '{coordinate.name} >= {values[0]}'"
+    if times:
+        years = ["" if year is None else f"{year:04}" for year in (start, stop)]
+        first, last = (year and f"{year}-{month}" for year, month in zip(years, ("01", "12"), strict=True))
+        known = all(re.fullmatch(r"(\d{4})?", year) for year in years)
+        remedy = f"write times as {f'{first}:{last}' if known else '2001-01:2017-12'}"
+    problem = f"where={where.text} may mean {'times' if times else 'values'} or numbers of elements"
+    remedy = f"{remedy}, elements as 'slice({start}, {stop})'"
+    raise SelectionError(f"{problem} of {coordinate.name!r} of {coordinate.url}", remedy)
 
 
 def _between(coordinate: Coordinate, labels: slice) -> Ints:
