@@ -464,23 +464,28 @@ def test_ls_shows_datasets_unfinished_ones_and_zarr_of_others(tmp_path, capsys):
     zarr.open_group(tmp_path / "v/zarr2", mode="w", zarr_format=2).create_array("a", data=np.arange(3))
     shutil.copytree(tmp_path / "plain", tmp_path / "damaged")
     (tmp_path / "damaged/zarr.json").write_text("{")
+    shutil.copytree(tmp_path / "plain", tmp_path / "later")
+    document = json.loads((tmp_path / "later/zarr.json").read_text())
+    document["attributes"]["streamloader"]["version"] = 99
+    (tmp_path / "later/zarr.json").write_text(json.dumps(document))
     (tmp_path / "photos/ant").mkdir(parents=True)
     (tmp_path / "photos/ant/1.png").touch()
     found = {each.path: each for each in list_datasets(tmp_path)}
     kinds = {path: each.kind for path, each in found.items() if not path.startswith("v/versions-")}
     assert kinds == {
         **{"deep/er/data": "dataset", "plain": "dataset", "v/versions": "dataset", "left": "unfinished"},
-        **{"zarr3": "zarr", "v/zarr2": "zarr", "damaged": "damaged"},
+        **{"zarr3": "zarr", "v/zarr2": "zarr", "damaged": "damaged", "later": "unsupported"},
     }
-    assert (found["deep/er/data"].splits, found["deep/er/data"].samples) == ({"train": 240, "val": 60}, 300)
-    assert (found["v/versions"].samples, found["v/versions"].version, found["v/zarr2"].arrays) == (48, 5, 1)
+    assert (found["deep/er/data"].splits, found["deep/er/data"].num_samples) == ({"train": 240, "val": 60}, 300)
+    assert (found["v/versions"].num_samples, found["v/versions"].version, found["v/zarr2"].arrays) == (48, 5, 1)
     status, shown, _ = run(capsys, "ls", tmp_path)
     assert status == 0
-    for words in ("deep/er/data", "train 240, val 60", "zarr: 1 array", "unfinished", "damaged"):
+    for words in ("deep/er/data", "train 240, val 60", "zarr: 1 array", "unfinished: ", "damaged: ", "unsupported: "):
         assert words in shown
+    assert "has format version 99" in " ".join(shown.split())
     status, shown, _ = run(capsys, "ls", tmp_path / "plain", "--json")
     (only,) = json.loads(shown)["datasets"]
-    assert (only["path"], only["samples"]) == ("", 50)
+    assert (only["path"], only["num_samples"]) == ("", 50)
     assert "there is no dataset below" in run(capsys, "ls", tmp_path / "photos")[1]
 
 
@@ -492,7 +497,7 @@ def test_ls_of_a_bucket_lists_folders_and_no_shards(moto, tmp_path):
     assert sum(1 for _ in open_store(f"{url}/a/x", options).list()) > 100
     with FaultProxy(moto.endpoint) as proxy:
         (found,) = list_datasets(url, {**options, "endpoint_url": proxy.endpoint})
-        assert (found.path, found.samples) == ("a/x", 200)
+        assert (found.path, found.num_samples) == ("a/x", 200)
         assert proxy.counts["requests"] < 20
     with pytest.raises(errors.NotFoundError):
         list_datasets("s3://streamloader-no-such-bucket", options)

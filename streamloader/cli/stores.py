@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @shared.storage_option
 @shared.json_option
 def ls(*, url: str, storage_options: dict[str, Any], as_json: bool) -> None:
-    """List the datasets at URL and in folders below it: samples, size, version, splits.
+    """List the datasets at URL and in folders below it.
 
-    Looks into folders that are no datasets, at most 4 deep. Shows Zarr that others wrote as such, and unfinished
-    datasets.
+    Of each: samples, size, version, splits. Looks into folders that are no datasets, at most 4 deep. Shows Zarr that
+    others wrote as such, and unfinished datasets.
     """
     from streamloader.maintenance.listing import list_datasets
     from streamloader.storage import open_store
@@ -40,9 +40,10 @@ def _row(each: Listed) -> list[str]:
     name = each.path or each.url
     if each.kind == "dataset":
         splits = ", ".join(f"{split} {count:,}" for split, count in each.splits.items())
-        return [name, f"{each.samples:,}", show_bytes(each.stored or 0), str(each.version), splits]
+        return [name, f"{each.num_samples:,}", show_bytes(each.stored or 0), str(each.version), splits]
     arrays = f": {counted(each.arrays, 'array')}" if each.arrays is not None else ""
-    return [name, "", "", "", f"{each.kind}{arrays}"]
+    problem = f": {each.problem}" if each.problem else ""
+    return [name, "", "", "", f"{each.kind}{arrays}{problem}"]
 
 
 @click.command()
@@ -53,10 +54,10 @@ def _row(each: Listed) -> list[str]:
 @shared.quiet_option
 @shared.json_option
 def cp(*, src: str, dst: str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Copy the dataset at SRC, with all splits and versions, to DST, an empty folder or URL of any store.
+    """Copy a dataset, with all splits and versions, to any store.
 
-    Compares the checksum of every chunk with the chunk table. The copy opens when it is complete. Run the same command
-    again to resume an interrupted copy.
+    From SRC to DST, an empty folder or URL. Compares the checksum of every chunk with the chunk table. The copy opens
+    when it is complete. Run the same command again to resume an interrupted copy.
     """
     from streamloader.maintenance.copy import copy
 

@@ -16,6 +16,7 @@ from streamloader.errors import (
     NotFoundError,
     StreamloaderError,
     UnsupportedError,
+    VersionError,
 )
 from streamloader.format import opening
 from streamloader.format.manifest import Manifest
@@ -31,17 +32,18 @@ ZARR_2 = (".zgroup", ".zarray")  # documents of Zarr version 2
 
 @dataclass(frozen=True)
 class Listed:
-    """A dataset, an unfinished one, or Zarr that others wrote, at the `path` below the URL; "" is the URL itself.
+    """What is at the `path` below the URL; "" is the URL itself.
 
-    Of a dataset, `samples` is the number of samples, `stored` the size of all shards in bytes, `version` the number of
-    the last version, the highest of all splits, and `splits` the samples by split. Of Zarr, `arrays` is the number of
-    arrays. `problem` says why it cannot be opened.
+    `kind`: a dataset, one that is unfinished, damaged, or of a format version that is not supported here; or Zarr that
+    others wrote. Of a dataset, `num_samples` is the number of samples, `stored` the size of all shards in bytes,
+    `version` the number of the last version, the highest of all splits, and `splits` the samples by split. Of Zarr,
+    `arrays` is the number of arrays. `problem` says why it cannot be opened.
     """
 
     path: str
     url: str
-    kind: Literal["dataset", "unfinished", "zarr", "damaged"]
-    samples: int | None = None
+    kind: Literal["dataset", "unfinished", "zarr", "unsupported", "damaged"]
+    num_samples: int | None = None
     stored: int | None = None
     version: int | None = None
     splits: Mapping[str, int] = field(default_factory=dict)
@@ -78,7 +80,8 @@ def _look(root: Store, path: str, *, first: bool) -> Listed | list[str]:
         document = opening.read_object(store, opening.ROOT)
         return _zarr(store, path) if opening.manifest_json(document) is None else _dataset(store, path, document)
     except FormatError as error:
-        return Listed(path, store.url, "damaged", problem=error.problem)
+        later = isinstance(error, VersionError)
+        return Listed(path, store.url, "unsupported" if later else "damaged", problem=error.problem)
     except (
         NotFoundError,
         AccessError,
