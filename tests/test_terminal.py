@@ -86,6 +86,13 @@ def test_a_terminal_without_unicode_gets_ascii(rows):
     assert status == 0 and shown.isascii() and "+---" in shown
 
 
+def test_a_table_that_is_too_wide_is_printed_as_rows_below_each_other(rows):
+    convert(rows, "table", UTF)
+    wide, narrow = (on_terminal(["inspect", rows / "table"], {**UTF, "NO_COLOR": "1"}, size)[1] for size in (120, 40))
+    assert "━" in wide and "━" not in narrow
+    assert "field: rows\r\n  kind: uint8[1024]\r\n  decoded: 640.0 KiB\r\n" in narrow
+
+
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"CI": "true"}], ids=str)
 def test_dumb_terminals_and_ci_get_lines_without_escapes(env, rows):
     shown = convert(rows, "-".join(env), {**UTF, **env})

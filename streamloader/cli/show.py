@@ -24,6 +24,7 @@ INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
 CLASSES_SHOWN = 12
 LINE_SECONDS = 5.0  # between two lines of progress, if stderr is not a terminal
 MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before this
+FOLDED = 16  # characters: a table folds longer words
 PIPE_WIDTH = 160  # characters of tables in a pipe, which has no width of its own
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
@@ -94,9 +95,10 @@ def print_table(
     right: Collection[str],
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a table on stdout; the columns `right` are aligned to the right.
+    """Print a table on stdout, or the rows below each other if the terminal is too narrow for it.
 
-    `styles`: the style of rich that cells with a text have on a terminal with colours.
+    The columns `right` are aligned to the right. `styles`: the style of rich that cells with a text have on a terminal
+    with colours.
     """
     from rich.box import ASCII, HEAVY_HEAD
     from rich.table import Table
@@ -106,10 +108,22 @@ def print_table(
     table = Table(box=HEAVY_HEAD if unicode else ASCII)
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
-    for row in rows:
-        cells = [printable(str(cell)) for cell in row]
+    console, shown = console_of(sys.stdout), [[printable(str(cell)) for cell in row] for row in rows]
+    if _narrowest(titles, shown) > console.width:
+        for row in shown:
+            lines = (f"{title}: {cell}" for title, cell in zip(titles, row, strict=True) if cell)
+            click.echo("\n  ".join(lines))
+        return
+    for cells in shown:
         table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in cells))
-    console_of(sys.stdout).print(table)
+    console.print(table)
+
+
+def _narrowest(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the width of a table that is folded at spaces only, and in words of more than `FOLDED` characters."""
+    columns = zip(titles, *rows, strict=True)
+    words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns]
+    return sum(min(word, FOLDED) for word in words) + 3 * len(words) + 1
 
 
 def console_of(stream: Any) -> Console:
