@@ -19,6 +19,7 @@ import rich.progress
 from commands import COMMAND, on_a_terminal, run
 from conversions import contents, converting, errors_of, group, wait_for, write_photos
 from datasets import assert_threads_end, encoded, picture, write, write_images
+from zarr_stores import url_of
 
 import streamloader as sl
 from streamloader.cli.main import main
@@ -112,6 +113,41 @@ def test_help_and_version_are_quick_and_load_little():
     for command in (COMMAND, [sys.executable, "-m", "streamloader"]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.startswith("streamloader, version ")
+
+
+def test_the_list_of_commands_has_whole_sentences(capsys):
+    _, shown, _ = run(capsys, "--help")
+    assert "..." not in shown.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nonsense"], "No such command 'nonsense'; see streamloader --help [SL100]"),
+        (["convert", "x"], "Missing argument 'DST'; see streamloader convert --help [SL100]"),
+        (["plan", "x", "--batch-size", "a"], "not a valid integer; see streamloader plan --help [SL100]"),
+        (
+            ["inspect", "x", "--zarr-format", "two"],
+            "not a valid integer range; see streamloader inspect --help [SL100]",
+        ),
+        (["inspect", "x", "--sample-axis", "t", "--patch", "y=\u00b2"], "write it as y=256,x=256 [SL100]"),
+        (["bench", "x", "--image-size", "\u00b2"], "write it as 224, as 192x256 (height x width), or 0 [SL100]"),
+        (["stats", "x", "--output", "{0}/none/s.json"], "name a file in a folder that exists and is writable [SL503]"),
+        (["stats", "x", "--output", "{0}"], "name a file in a folder that exists and is writable [SL503]"),
+        (["plan", "x", "--plot", "{0}/none/p.png"], "name a file in a folder that exists and is writable [SL503]"),
+        (["demo", "--keep", "{0}/file/demo"], "give --keep another folder [SL503]"),
+        (["stats", "{0}/none.npy"], "[SL301]"),
+        (["inspect", url_of("xarray3.zarr"), "--split", "a"], "give the URL of the group that has them [SL100]"),
+    ],
+)
+def test_wrong_arguments_are_errors_with_a_remedy_and_a_code(arguments, line, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert fails(capsys, *(part.format(tmp_path) for part in arguments)).endswith(line)
+
+
+def test_what_has_no_samples_has_no_statistics(tmp_path, capsys):
+    write(tmp_path / "empty", 0, ["x"])
+    assert "empty has no samples; give a dataset with samples" in fails(capsys, "stats", tmp_path / "empty")
 
 
 def test_options_are_read_as_json_or_text():

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import IntRange
 
 from streamloader.cli.options import option, parse_names, several
-from streamloader.cli.show import print_json, print_table, show_bytes
+from streamloader.cli.show import counted, print_json, print_table, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def parse_extent(text: str) -> Extent:
     """Parse a number of elements, or leave a duration such as 6h as it is."""
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def parse_lead(text: str) -> Extent | tuple[Extent, ...]:
@@ -33,7 +34,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not size.strip().isdigit():
+        if not size.strip().isdecimal():
             raise UsageError(f"{text!r} is not a size for each dimension", "write it as y=256,x=256")
         sizes[name.strip()] = int(size)
     return sizes
@@ -55,7 +56,7 @@ _sampling_options = several(
     option("--patch", parse=parse_sizes, help="Sizes of patches: y=256,x=256."),
     option("--patch-stride", parse=parse_sizes, help="From one patch to the next; default: its size."),
     option("--channels", parse=parse_names, help="Arrays to stack into one tensor: z@500,t2m."),
-    option("--zarr-format", parse=int, help="The version of Zarr, 2 or 3; default: what is found."),
+    option("--zarr-format", type=IntRange(2, 3), help="The version of Zarr, 2 or 3; default: what is found."),
 )
 sampling_options = several(_sampling_options, option("--step", parse=parse_extent, help=_STEP))
 # of a command whose --step is a step of training
@@ -102,16 +103,16 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
 def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:
     """Show the arrays of a group that others wrote, and what samples read of them if they are declared."""
     from streamloader.measure.arrays import rechunking, sampled_reads, summarize
-    from streamloader.storage.url import redact
+    from streamloader.storage import open_store, references_url
 
-    arrays = summarize(url, storage_options)
+    shown, arrays = open_store(references_url(url), storage_options).url, summarize(url, storage_options)
     reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
     cure = rechunking(reads, sampling)
     if as_json:
         facts = {"arrays": [asdict(array) for array in arrays], "reads": [asdict(each) for each in reads]}
-        print_json({"url": redact(url), **facts, "rechunking": cure and asdict(cure)})
+        print_json({"url": shown, **facts, "rechunking": cure and asdict(cure)})
         return
-    click.echo(f"{redact(url)}: {len(arrays)} arrays")
+    click.echo(f"{shown}: {counted(len(arrays), 'array')}")
     rows = [(a.name, a.dtype, ", ".join(a.dims), *_sizes(a), a.codecs, a.problem) for a in arrays]
     print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
     for line in reads_lines(url, reads, cure):

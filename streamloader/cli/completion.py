@@ -16,7 +16,9 @@ SHELLS = ("bash", "zsh", "fish")
 @json_option
 @click.pass_context
 def completion(context: click.Context, *, shell: str, as_json: bool) -> None:
-    """Print the script by which SHELL completes commands, options, choices and local paths.
+    """Print the script by which SHELL completes commands.
+
+    Also options, choices and local paths.
 
     \b
     bash, in ~/.bashrc:  eval "$(streamloader completion bash)"

@@ -147,10 +147,11 @@ def _kept(shards: int) -> str:
 @shared.quiet_option
 @shared.json_option
 def append(*, url: str, src: str | None, abandon: bool, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Append the samples of SRC to the finished dataset at URL, or with --fields new fields for its samples.
+    """Append samples, or with --fields new fields, to a dataset.
 
-    Readers see the new samples or fields when the append is complete; those that opened the dataset before keep reading
-    the earlier version. Run the same command again to resume an interrupted append.
+    The finished dataset at URL gets the samples of SRC, or columns of SRC as fields. Readers see them when the append
+    is complete; those that opened the dataset before keep reading the earlier version. Run the same command again to
+    resume an interrupted append.
     """
     from streamloader.format.opening import manifest_json, read_root
     from streamloader.maintenance.append import abandon as abandon_append
@@ -225,12 +226,12 @@ def _add_fields(url: str, src: str, fields: str | None, on: str | None, **option
 @shared.quiet_option
 @shared.json_option
 def delete(*, url: str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Delete samples of the finished dataset at URL: a new version leaves them out.
+    """Delete samples of a dataset: a new version leaves them out.
 
-    Those that opened the dataset before keep reading the earlier version, for which the shards still have the samples.
-    Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it. With --erase,
-    no version has the bytes afterwards; --where and --ids may then be left out. End the runs that read the dataset
-    before: they go on with what they hold in memory.
+    Those that opened the dataset at URL before keep reading the earlier version, for which the shards still have the
+    samples. Run the same command again to resume an interrupted deletion; streamloader append --abandon ends it. With
+    --erase, no version has the bytes afterwards; --where and --ids may then be left out. End the runs that read the
+    dataset before: they go on with what they hold in memory.
     """
     from streamloader.maintenance.delete import delete as run
 
@@ -252,11 +253,11 @@ def delete(*, url: str, quiet: bool, as_json: bool, **options: Any) -> None:
 @shared.quiet_option
 @shared.json_option
 def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], quiet: bool, as_json: bool) -> None:
-    """Add the tables of lengths that the dataset at URL lacks, since an earlier release wrote it: a new version.
+    """Add the tables of lengths that the dataset at URL lacks.
 
-    Reads the fields of bytes, text and ragged arrays without a table once. Those that opened the dataset before keep
-    reading the earlier version. Run the same command again to resume an interrupted one; streamloader append --abandon
-    ends it.
+    Datasets of release 0.1 lack them. The dataset gets a new version. Reads the fields of bytes, text and ragged arrays
+    without a table once. Those that opened the dataset before keep reading the earlier version. Run the same command
+    again to resume an interrupted one; streamloader append --abandon ends it.
     """
     from streamloader.format.opening import read_root, split_names
     from streamloader.maintenance.lengths import add_lengths
@@ -309,7 +310,7 @@ def log(*, url: str, split: str | None, storage_options: dict[str, Any], as_json
 @shared.storage_option
 @shared.json_option
 def diff(*, url: str, a: int, b: int, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Show what changed from version A to version B of the dataset at URL."""
+    """Show what changed from version A to version B of a dataset."""
     from streamloader.maintenance.versions import diff as run
 
     difference = run(url, a, b, split=split, storage_options=storage_options)
@@ -331,7 +332,9 @@ def diff(*, url: str, a: int, b: int, split: str | None, storage_options: dict[s
 @shared.quiet_option
 @shared.json_option
 def export(*, url: str, dst: str, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Export the samples of the dataset at URL, in order, to files of another format at DST, an empty folder or URL.
+    """Export the samples of a dataset to files of another format.
+
+    Reads the dataset at URL in order, and writes to DST, an empty folder or URL.
 
     webdataset: tar files. parquet: needs pyarrow. npz: fields of fixed shape only. zarr: a plain Zarr v3 group.
     """
@@ -413,9 +416,10 @@ def _findings(report: VerifyReport) -> Iterator[str]:
 @shared.storage_option
 @shared.json_option
 def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Remove the unfinished dataset at URL, or the leftovers of killed writers beside a finished one.
+    """Remove an unfinished dataset, or what killed writers left.
 
-    Finished datasets are kept. Run it only while nothing writes to URL. --json needs --yes if there is anything.
+    At URL is the unfinished dataset, or a finished one with leftovers beside it. Finished datasets are kept. Run it
+    only while nothing writes to URL. --json needs --yes if there is anything.
     """
     from streamloader.maintenance.cleanup import find_incomplete, remove_incomplete
     from streamloader.storage import open_store
@@ -457,9 +461,10 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
 @option("--clear", metavar="DIGEST|all", help="Delete the dataset whose digest begins so, or the cache.")
 @shared.json_option
 def cache(*, path: str, clear: str | None, as_json: bool) -> None:
-    """List the datasets in the cache at PATH, the path of sl.Cache, or clear it.
+    """List the datasets in a cache, or clear it.
 
-    Loaders that read through it go on, with requests to their store. Nothing is deleted but what a cache has written.
+    PATH is that of sl.Cache. Loaders that read through it go on, with requests to their store. Nothing is deleted but
+    what a cache has written.
     """
     from streamloader.storage import cache as caches
 
@@ -493,9 +498,10 @@ def _when(seconds: float) -> str:
 @shared.json_option
 @sampling_options
 def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
-    """Show the fields, shapes, sizes, codecs, lengths, splits and one sample of the dataset at URL.
+    """Show the fields, sizes and splits of the dataset at URL.
 
-    Of another Zarr store, show the arrays, and with --sample-axis what their samples read.
+    Also shapes, codecs, lengths and one sample. Of another Zarr store, show the arrays, and with --sample-axis what
+    their samples read.
     """
     from streamloader.format.dataset import open as open_dataset
     from streamloader.format.opening import split_names
@@ -505,6 +511,8 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
     store = open_store(references_url(url), storage_options)
     root = None if sampling.used else _dataset_root(store)
     if root is None:
+        if split is not None:
+            raise UsageError(f"--split {split} of arrays in place", "give the URL of the group that has them")
         inspect_arrays(url, storage_options, sampling, as_json=as_json)
         return
     names = [split] if split is not None else split_names(root) or [None]
@@ -546,6 +554,7 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
         "split": split,
         "num_samples": len(dataset),
         "deleted": manifest.num_samples - len(dataset),
+        "version": manifest.generation,
         **{key: getattr(manifest, key) for key in ("generation", "digest", "samples_per_shard")},
         "order": {key: getattr(manifest.order, key) for key in ("block", "lanes", "window")},
         "fields": {

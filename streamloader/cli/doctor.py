@@ -20,10 +20,11 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 @shared.storage_option
 @shared.json_option
 def doctor(*, url: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Check the installation, this machine, and the access to the dataset at URL; advise what to change.
+    """Check installation, machine and access, and give advice.
 
     Versions, what decodes images, processors, memory, limits; credentials (where they are, never what), endpoint,
-    latency, clock, the dataset; how many workers a loader starts. Changes nothing. Exits with 1 if there is a problem.
+    latency, clock, the dataset at URL; how many workers a loader starts. Changes nothing. Exits with 1 if there is a
+    problem.
     """
     from streamloader.measure.doctor import examine
 

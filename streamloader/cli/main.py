@@ -38,7 +38,10 @@ BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Run in this new folder and keep it.")
 @json_option
 def demo(keep: Path | None, *, as_json: bool) -> None:
-    """Convert images to a bucket, train from it, kill the ranks, resume and evaluate."""
+    """Convert images, train, kill the ranks, resume and evaluate.
+
+    The images go to a bucket of a server that is started for it.
+    """
     from streamloader.demo.run import run_demo
 
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -76,17 +79,23 @@ def main(arguments: list[str] | None = None) -> None:
     except (StreamloaderError, click.ClickException) as error:
         from streamloader.storage.url import redact  # takes 0.1 s to import, which --help does not need
 
-        problem = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        problem = " ".join(redact(problem).split())
+        known = _of_our_tree(error) if isinstance(error, click.ClickException) else error
+        problem = " ".join(redact(str(known)).split())
         echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {problem}", sys.stderr)
-        code = UsageError.code if isinstance(error, click.ClickException) else error.code
-        _print_error(code, problem, as_json=as_json)
+        _print_error(known.code, problem, as_json=as_json)
         status = BAD_INPUT
     except click.Abort as error:
         click.echo(str(error) or "interrupted", err=True)
         _print_error("interrupted", str(error) or "interrupted", as_json=as_json)
         status = INTERRUPTED
     sys.exit(status)
+
+
+def _of_our_tree(error: click.ClickException) -> UsageError:
+    """Return the error of our tree for one of click, of a wrong option or argument."""
+    context = getattr(error, "ctx", None)
+    command = PROGRAM if context is None else context.command_path
+    return UsageError(error.format_message().rstrip("."), f"see {command} --help")
 
 
 def _print_error(code: str, message: str, *, as_json: bool) -> None:

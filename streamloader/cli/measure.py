@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
 from streamloader.cli.show import counted, display, print_json, print_result, print_table, show_bytes
 from streamloader.cli.terminal import echo, paint
-from streamloader.errors import UsageError
+from streamloader.errors import DestinationError, UsageError
 from streamloader.options import Channels, Clips, Pack, Sampling, Shuffle
 
 if TYPE_CHECKING:
@@ -31,16 +32,25 @@ MIN_BYTES = 1_000_000  # for CPU seconds per GB: fewer say nothing
 DOTS = 20_000  # a plot cannot resolve more
 SHARES = 8  # of classes that are printed
 PLOTS = (".png", ".svg", ".html")
+_PLOT = "Draw the plan to this .png, .svg or .html file (needs matplotlib)."
+_OUTPUT = "Write them to this file, for normalize=; default: print them."
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
 """
-OUTPUT = click.Path(path_type=Path, dir_okay=False)
+
+
+def parse_output(text: str) -> Path:
+    """Return the path of a file to write. Raises `DestinationError` before anything is computed if that cannot be."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DestinationError(f"{text} cannot be written", "name a file in a folder that exists and is writable")
+    return path
 
 
 def parse_image_size(text: str) -> tuple[int, int] | None:
     """Parse `192x256` or `224` into (height, width); None for 0. Raises `UsageError`."""
     height, by, width = text.lower().partition("x")
-    if not height.isdigit() or (by and not width.isdigit()):
+    if not height.isdecimal() or (by and not width.isdecimal()):
         raise UsageError(f"--image-size {text!r}", "write it as 224, as 192x256 (height x width), or 0")
     size = (int(height), int(width if by else height))
     return size if all(size) else None
@@ -146,9 +156,9 @@ def parse_packs(text: str) -> dict[str, int]:
 @option("--ranks-per-machine", "ranks_here", type=int, default=1, help="Ranks that share a machine.")
 @shared.storage_option
 @shared.json_option
-@option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .html file (needs matplotlib).")
+@option("--plot", parse=parse_output, metavar="FILE", help=_PLOT)
 def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path | None, **options: Any) -> None:
-    """Forecast training on the dataset at URL: memory, requests, and how well batches mix.
+    """Forecast training: memory, requests, how well batches mix.
 
     Several URLs with --weights are a mixture: prints the share of each in samples, and in the elements of
     variable-length fields such as tokens. The other options hold for every source. With --weights of one URL, prints
@@ -181,9 +191,9 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
         print_mixture(forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture), as_json=as_json)
         return
     planned = forecast(urls[0], chosen)
-    print_result(planned.to_dict(), "\n".join(forecast_lines(planned)), as_json=as_json)
-    if plot is not None:
+    if plot is not None:  # before anything is printed: matplotlib may be missing
         draw(planned, plot)
+    print_result(planned.to_dict(), "\n".join(forecast_lines(planned)), as_json=as_json)
 
 
 def _packs(lengths: Mapping[str, int] | None, *, split: bool) -> dict[str, Pack] | None:
@@ -206,7 +216,8 @@ def forecast_lines(planned: Forecast) -> list[str]:
         *_copies_lines(planned),
         *_packed_line(planned),
         _steps_line(planned),
-        f"order     blocks of {planned.block:,} samples, {planned.lanes} lanes, a window of {planned.window:,} in each",
+        f"order     blocks of {counted(planned.block, 'sample')}, {counted(planned.lanes, 'lane')}, "
+        f"a window of {planned.window:,} in each",
         *_more_lanes(planned),
         _memory_line(planned),
         _requests_line(planned),
@@ -259,7 +270,7 @@ def _padding_line(planned: Forecast | MixtureForecast) -> Iterator[str]:
 
 def _steps_line(planned: Forecast | MixtureForecast) -> str:
     ranks, size = planned.world_size, planned.batch_size
-    together = f"{size:,} samples on each of {ranks:,} ranks ({ranks * size:,} together)"
+    together = f"{counted(size, 'sample')} on each of {counted(ranks, 'rank')} ({ranks * size:,} together)"
     return f"steps     {planned.steps:,} an epoch, of {'up to ' * bool(planned.max_tokens)}{together}"
 
 
@@ -361,15 +372,16 @@ def draw(planned: Forecast, path: Path) -> None:
 @shared.exclude_option
 @option("--raw", is_flag=True, help="Take values as stored, without CF attributes.")
 @shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")
-@option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")
+@option("--output", parse=parse_output, metavar="FILE", help=_OUTPUT)
 @option("--save", is_flag=True, help="Save them in the dataset, for normalize=True.")
 @shared.storage_option
 @shared.json_option
 def stats(*, url: str, raw: bool, output: Path | None, save: bool, as_json: bool, **options: Any) -> None:
-    """Fit the mean and the standard deviation of the arrays and images at URL, to normalise them by normalize=.
+    """Fit mean and standard deviation of arrays and images.
 
-    Those of images are numbers from 0 to 1 for each channel: Decode(normalize=(mean, std)). Prints the JSON document
-    that normalize= reads; with --output or --save only if --json is given too.
+    The result is what normalize= takes. Those of images are numbers from 0 to 1 for each channel:
+    Decode(normalize=(mean, std)). Prints the JSON document that normalize= reads; with --output or --save only if
+    --json is given too.
     """
     from streamloader.measure.statistics import document_of, fit, save_in
 
@@ -391,13 +403,20 @@ def stats(*, url: str, raw: bool, output: Path | None, save: bool, as_json: bool
 @shared.split_option
 @option("--seconds", type=float, default=10.0, help="Duration of each stage.")
 @shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what its window needs.")
-@option("--image-size", default="224", parse=parse_image_size, help="Image size, 224 or 192x256; 0: do not decode.")
+@option(
+    "--image-size",
+    default="224",
+    parse=parse_image_size,
+    metavar="SIZE|HxW",
+    help="Image size, 224 or 192x256; 0: do not decode.",
+)
 @shared.storage_option
 @shared.json_option
 def bench(*, url: str, as_json: bool, **options: Any) -> None:
-    """Measure the endpoint of the dataset at URL and the loader, and find what limits the loader.
+    """Measure store and loader, and find what limits the loader.
 
-    The stages: fetch, fetch and unpack, decode images from memory, the loader. Nothing is written.
+    The dataset at URL is read. The stages: fetch, fetch and unpack, decode images from memory, the loader. Nothing is
+    written.
     """
     from streamloader.measure.bench import BenchOptions
     from streamloader.measure.bench import bench as run

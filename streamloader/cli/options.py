@@ -66,7 +66,7 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def size_option(name: str, **settings: Any) -> Callable[[Any], Any]:
     """Return an option whose value, such as 64MiB, is converted to bytes."""
-    return option(name, parse=partial(parse_size, name=f"{name} "), **settings)
+    return option(name, parse=partial(parse_size, name=f"{name} "), metavar="SIZE", **settings)
 
 
 PAIRS: Mapping[str, Any] = {"multiple": True, "metavar": "NAME=VALUE"}
@@ -91,4 +91,6 @@ _WHERE = 'The samples to read: "label in (1, 2) and width >= 256", 0:800, or tim
 where_option = option("--where", metavar="CONDITION|RANGE", help=_WHERE)
 _EXCLUDE = "The file of samples to leave out, or the folder of such files if it ends in a slash."
 exclude_option = option("--exclude", metavar="FILE", help=_EXCLUDE)
-fields_option = option("--fields", parse=parse_names, help="Fields to read, say image,label; default: all.")
+fields_option = option(
+    "--fields", parse=parse_names, metavar="NAME,...", help="Fields to read, say image,label; default: all."
+)

@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 @option("--seed", type=IntRange(min=0), help="The seed of the run.")
 @option("--no-shuffle", is_flag=True, help="The run reads samples in stored order.")
 @shared.where_option
-@option("--image-size", parse=parse_image_size, help="Images of the run are decoded to this size: 224, or 192x256.")
+@option("--image-size", parse=parse_image_size, metavar="SIZE|HxW", help="Size of decoded images, 224 or 192x256.")
 @option("--crop", type=click.Choice(["random", "center"]), help="How the run crops images, with --image-size.")
 @option("--pack", parse=parse_packs, help="Documents are packed into rows: tokens=2049.")
 @option("--clips", parse=parse_clips, help="The field of videos, and its clips: video=16,stride=2,step=8.")
@@ -50,10 +50,11 @@ LOOPBACK = "127.0.0.1"
 @option("--no-browser", is_flag=True, help="Only print the link.")
 @shared.json_option
 def view(*, host: str, port: int, no_browser: bool, as_json: bool, **options: Any) -> None:
-    """Show the dataset at URL in a browser: steps as trained, samples, statistics, order, losses.
+    """Show a dataset and the steps of a run in a browser.
 
-    Opens on the batch of a step of a rank, with the crops, packing and masks that training had. This process reads the
-    data, with your credentials, and serves the pages on this machine; the printed link has the token that they need.
+    Samples, statistics, the order, losses. Opens on the batch of a step of a rank, with the crops, packing and masks
+    that training had. This process reads the data, with your credentials, and serves the pages on this machine; the
+    printed link has the token that they need.
     """
     from streamloader.storage.optional import need  # takes 0.25 s to import, which --help does not need
 

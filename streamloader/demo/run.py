@@ -356,7 +356,10 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
             raise DestinationError(f"{keep} is not empty", "give --keep a new folder")
-        keep.mkdir(parents=True, exist_ok=True)
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DestinationError(f"{keep} cannot be made: {error.strerror}", "give --keep another folder") from error
         yield keep.resolve()
         return
     folder = Path(tempfile.mkdtemp(prefix="streamloader-demo-"))

@@ -77,6 +77,8 @@ def fit(
     options: dict[str, Any] = {**vars(single), "split": split, "where": where, "storage_options": storage_options}
     options |= {"exclude": exclude, "shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
     probe = NumpyDataset(url, batch_size=1, **options)
+    if not probe.num_samples:
+        raise UsageError(f"{open_store(url, storage_options).url} has no samples", "give a dataset with samples")
     numbers = {name: field for name, field in probe.fields.items() if field.fixed}
     images = [name for name, field in probe.fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
     others = {name: field for name, field in probe.fields.items() if name not in {*numbers, *images}}
