@@ -71,7 +71,8 @@ class Stats:
     the thread that gathers batches was busy, or waited for their plan. `full_seconds`: the loader was ahead: as many
     batches as it makes ahead were finished, and it waited for the training loop.
 
-    With `batch_size=None` each sample counts as a batch.
+    `samples` includes padded rows (`remainder="pad"`). `bytes_fetched` includes blocks of the next epoch, which are
+    loaded ahead from the second epoch on. With `batch_size=None` each sample counts as a batch.
 
     `request_seconds` (requests in flight) and `transform_seconds` (your transform) are sums over all threads.
     `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
@@ -301,6 +302,8 @@ class Stats:
         cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
         if self.unpack_seconds >= self.decode_seconds:
             return f"{cores}, {unpack:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
+        if self.decode_busy < BUSY / 2:
+            return f"{cores}: training or other processes probably use them; give the loader cores of its own"
         return f"{cores}, {1 - unpack:.0%} of it decoding images; {faster_decoding()}"
 
     def _transform(self) -> str:

@@ -31,7 +31,7 @@ from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.sources.objects import Encoded, keep_encoded
 from streamloader.conversion.transforms import parse_map, parse_recode
-from streamloader.errors import DecodeError, DestinationError, SourceError, StreamloaderError, UsageError
+from streamloader.errors import DecodeError, DestinationError, FieldError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
@@ -623,6 +623,8 @@ default_loader.__module__ = "torchvision.datasets.folder"
 
 def test_the_files_of_class_folders_have_their_paths_if_the_fields_name_it(photos, tmp_path):
     plain = sl.convert(photos, tmp_path / "plain", workers=0)
+    with pytest.raises(FieldError, match="has no field 'pth'; it has image, label, path"):
+        sl.convert(photos, tmp_path / "wrong", fields="image,label,pth", workers=0)
     named = sl.convert(photos, tmp_path / "named", fields="image,label,path", split="train=0.8,val=0.2", workers=0)
     assert list(sl.open(plain.url).fields) == ["image", "label"]
     seen = set()

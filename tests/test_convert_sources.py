@@ -223,6 +223,7 @@ TWO, TEXT = tar_bytes({"1.cls": b"1", "2.cls": b"2"}), tar_bytes({"1.txt": b"1"}
 DAMAGED_TAR = TWO[:1124] + bytes([TWO[1124] ^ 1]) + TWO[1125:]
 BAD = {
     "no known format": (files({"x.doc": b"1,2"}), "no known format fits .*x.doc"),
+    "no class folders": (files({"x.png": PNG, "y.png": PNG}), "put images into a folder for each class"),
     "two formats": (files({"a/x.png": PNG, "x.npy": npy_bytes(np.zeros(3))}), "fits the formats imagefolder and npy"),
     "split without classes": (files({"train/ant/x.png": PNG, "test/x.png": PNG}), "splits, .* but test has no class"),
     "empty class folder": (files({"a/x.png": PNG, "hollow/": b""}), "the class folder .*hollow holds no image"),
@@ -264,6 +265,7 @@ def test_an_invalid_source_is_an_error_when_opened(case, tmp_path):
 
 UNREADABLE = {
     "text as png": (files({"a/x.png": b"no image"}), "a/x.png: .* its 8 bytes have no known image header"),
+    "empty file": (files({"a/x.png": b""}), "a/x.png: the image cannot be decoded: the file is empty"),
     "truncated png": (files({"a/x.png": image_bytes(64)[:-30]}), "a/x.png: the image cannot be decoded"),
     "truncated jpeg": (files({"a/x.jpg": image_bytes(64, "jpeg")[:-20]}), "a/x.jpg: the image .*end marker"),
     "png in a tar": (tarred({"k/7.png": b"no image"}), "it.tar: k/7.png: the image cannot be decoded"),

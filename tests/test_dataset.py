@@ -232,8 +232,9 @@ def test_splits_open_by_name(store_url):
 @pytest.mark.quick(2)
 def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     url, options = store_url
-    with pytest.raises(errors.NotADatasetError, match="no dataset at"):
+    with pytest.raises(errors.NotADatasetError, match="no dataset at") as missing:
         open_dataset(url, storage_options=options)
+    assert str(missing.value).count("zarr.json") == 1 or url.startswith("memory:")  # fsspec's text
     fields = {"image": Field.parse("uint8[1100]")}
     store = open_store(url, options)
     write_dataset(store, columns_of(fields, 64), geometry_of(fields, None, LAYOUT, "none"))

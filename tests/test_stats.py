@@ -143,6 +143,13 @@ def test_a_stage_that_is_busy_all_the_time_is_the_limit():
     assert changed(NETWORK, transform_seconds=90.0, transformers=4).startswith("network-bound")
 
 
+def test_images_that_wait_for_cores_which_the_loader_does_not_get_need_other_cores():
+    waiting = {"decode_wait_seconds": 49.0, "fetch_wait_seconds": 1.0}
+    text = changed(NETWORK, decode_seconds=40.0, **waiting)
+    assert "decode-bound: training waited 50% of the time; 2 cores 20% busy: training or other processes" in text
+    assert "choose fewer pixels" in changed(NETWORK, decode_seconds=80.0, **waiting)
+
+
 def test_only_decoders_that_are_not_installed_are_advised(monkeypatch):
     images = {"unpack_seconds": 10.0, "decode_seconds": 180.0}
     assert changed(NETWORK, **images).endswith("; choose fewer pixels (Decode(size=)) or more cores")

@@ -65,7 +65,7 @@ def _metrics(kind: Kind, rows: str) -> Iterator[Metric]:
 
 
 _COUNTERS = """
-samples            | {sample}  | samples                | Samples that training received.
+samples            | {sample}  | samples                | Samples that training received, padded rows included.
 batches            | {batch}   | batches                | Batches that training received; samples with batch_size=None.
 run                | s         | seconds                | Time from the request for the first batch to the last batch.
 wait               | s         | wait_seconds           | Time that the training loop waited for batches.

@@ -113,6 +113,8 @@ def _remedy(differing: Sequence[str], saved: SourceIdentity, current: SourceIden
         return "open the dataset that the state is of, or pass force=True if this is a copy of it"
     if saved.digest != current.digest and saved.version not in (0, current.version):
         return f"open version {saved.version}, which the state is of; if it was erased, start without the state"
+    if any(each.startswith("selection") for each in differing):
+        return f"{_REOPEN}; skip_steps= leaves out steps of a run that has begun"
     return _REOPEN
 
 

@@ -51,6 +51,8 @@ def _detect(listing: Listing) -> str:
         raise UsageError(f"{listing.url} fits the formats {names}", f'choose with format="{matching[0]}"')
     if not matching:
         paths = ", ".join(info.path for info in listing.files[:3])
-        remedy = f"docs/conversion.md lists all formats; name the format with format= ({', '.join(FORMATS)})"
+        remedy = f"name its format with format= ({', '.join(FORMATS)})"
+        if any(media.IMAGES.files(listing)):
+            remedy = "put images into a folder for each class, and give the folder of these; or " + remedy
         raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {paths}, ...)", remedy)
     return matching[0]

@@ -46,7 +46,7 @@ def image_problem(data: bytes) -> str:
         with open_image(data) as image:
             image.verify()
     except UnidentifiedImageError:
-        return f"its {len(data)} bytes have no known image header"
+        return f"its {len(data)} bytes have no known image header" if data else "the file is empty"
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         return str(error)
     if data[:2] == b"\xff\xd8" and data.rfind(b"\xff\xd9") < 0:  # Pillow's verify() does not check this
@@ -261,7 +261,8 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> RowS
             on_bad(row, "it is in no class folder", f"put every {medium.noun} into a folder named after its class")
     fields = {medium.field: medium.field_of(info.path for row, info in enumerate(files) if row not in bad)}
     fields |= {} if flat else {"label": Field("tensor", "int64")}
-    if flat or "path" in {**selection.fields, **selection.columns}:
+    unknown = not selection.mapped and not selection.fields.keys() <= fields.keys()  # the error lists the path too
+    if flat or unknown or "path" in {**selection.fields, **selection.columns}:
         columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # may not be UTF-8
         fields["path"] = Field("text")
     media: list[Files] = [(medium, files)]
