@@ -92,7 +92,7 @@ def check_loader(batch_size: int | None, size: int) -> None:
             raise UsageError(problem, remedy)
         if size > 1 and (name := type(caller).__name__) in _SPLITTING_LOADERS:
             problem = f"{name} splits samples between ranks, and the dataset yields one rank's part of {size} already"
-            raise UsageError(problem, "give it no DataLoader: accelerator.prepare(dataset), see docs/frameworks.md")
+            raise UsageError(problem, "give it no DataLoader: accelerator.prepare(dataset)")
 
 
 def loader_asking_for_length() -> DataLoader[Any] | None:

@@ -263,9 +263,9 @@ def storage_error(error: BaseException, location: Location) -> StorageError:
         return error
     facts, url = facts_of(error), location.shown
     detail = " ".join(location.redact(facts.text).split())[:200]
-    named = str(getattr(error, "filename", None) or "")
-    if named and named in url:  # the operating system's text repeats it
-        detail = detail.replace(f": {named!r}", "")
+    path = str(getattr(error, "filename", None) or "")
+    if path and path in url:  # the operating system's text repeats it
+        detail = detail.replace(f": {path!r}", "")
     if not facts.code.isdigit() and facts.code not in _OUR_CODES and facts.code not in detail:
         detail = f"{facts.code}: {detail}"
     detail = detail or type(error).__name__
