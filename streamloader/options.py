@@ -403,13 +403,13 @@ MAX_PACKED = 1 << 30  # elements of a row, for sums of 32 bits
 
 @dataclass(frozen=True)
 class Pack(Option):
-    """How documents become rows of `length` values. `pad` fills what is free.
+    """How documents become rows of `length` values. `pad` fills the rest of a row.
 
     `fit="best"`: rows are the samples, and `batch_size` counts them, so each batch has the shape (batch_size, length).
     Neighbouring documents share rows, each in the one that it fills best. A document that is longer than a row is cut
     into full rows and the rest, or left out with `split=False`. `balance="attention"`: all rows of a step, on all
-    ranks, take a like time in attention, as the sum of the squares of the lengths of their documents tells. `columns`:
-    the columns that a batch has beside the rows; those that are not needed take time.
+    ranks, take a similar time in attention, by the sum of the squares of the lengths of their documents. `columns`: the
+    columns that a batch has beside the rows; leave out those that you do not need.
 
     Without `fit`, `batch_size` counts documents: those of a batch are concatenated and cut every `length` values, so
     the number of rows varies, and only the last one is padded. Raises `UsageError` for invalid values.
@@ -665,13 +665,13 @@ class Sampling(Option):
 
 @dataclass(frozen=True, eq=False)
 class Join(Option):
-    """Two datasets whose samples are joined when they are read: what `StreamingDataset` takes in place of a URL.
+    """Two datasets whose samples are joined when they are read. Give it to `StreamingDataset` in place of a URL.
 
     Samples, order and blocks are those of `left`, and `right` gives each of them more fields. Both are URLs or
-    `Source`s; `left` may also be a join. `on`: the field with one number, text or bytes for each sample by whose values
-    they are joined, or a pair of names for left and right; "index" is the number of a sample, unless there is such a
-    field. None joins sample i to sample i of a dataset with as many samples. `fields`: the fields of `right` to offer,
-    default all but the key; `{"caption": "caption_en"}` also renames them. `missing`: "raise" an error if `right` lacks
+    `Source`s; `left` may also be a join. `on`: the field whose values join them (one number, text or bytes for each
+    sample), or a pair of names for left and right; "index" is the number of a sample, unless there is such a field;
+    None joins sample i to sample i, of datasets of the same size. `fields`: the fields of `right` to add, by default
+    all but the key; `{"caption": "caption_en"}` also renames them. `missing`: "raise" an error if `right` lacks
     the key of a selected sample, or "drop" the sample. Several samples of `left` may have the same key, those of
     `right` may not.
 

@@ -48,7 +48,8 @@ def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
 ) -> Dataset:
     """Open a dataset for random access, by one request. A `cache` on local disk keeps what is read.
 
-    An earlier `version`, counted from 1, than the last takes one more, and so does a version with deleted samples.
+    `split`: the split of a dataset that has splits. `version`: counted from 1, by default the last. An earlier version,
+    and one with deleted samples, takes one more request.
 
     Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` if `url` is not a finished dataset,
     `FieldError` for an unknown or missing `split`, `UsageError` for an unknown version, and `StorageError`.

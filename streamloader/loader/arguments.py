@@ -80,7 +80,10 @@ WeightsChoice = (
 
 @dataclass(frozen=True, eq=False)
 class Source(Sampling):
-    """A dataset of a mixture. The arguments are those of `StreamingDataset`."""
+    """A dataset, or a part of one, in a `Mixture` or a `Join`. The arguments are those of `StreamingDataset`.
+
+    Its URL is opened when the mixture or the dataset is created. Raises `UsageError` for invalid values.
+    """
 
     url: str | os.PathLike[str] | Join
     split: str | None = None

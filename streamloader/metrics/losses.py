@@ -18,17 +18,17 @@ BATCHES = 100  # of an object, if the log is a folder or a URL
 class LossLog:
     """Writes the loss of each sample of the batches that a dataset returns, one line of JSON for each batch.
 
-    `dataset`: a `StreamingDataset` or another loader, best with `with_index=True`, so that samples have their numbers.
-    `log`: a file, which all ranks may append to; or a URL, or a folder whose path ends with "/", where 100 batches of a
-    rank are an object. `storage_options`: of the log's store. Make it after a state was loaded: the first line of a
-    rank has what `describe()` and `state_dict()` of the dataset return.
+    `dataset`: a `StreamingDataset`, `NumpyDataset` or mixture. Give it `with_index=True`, so that samples have their
+    numbers. `log`: a file, to which all ranks may append; or a URL, or a folder whose path ends with "/", where 100
+    batches of a rank become an object. `storage_options`: of the log's store. Create it after you load a state: the
+    first line of a rank has what `describe()` and `state_dict()` of the dataset return.
 
         log = sl.LossLog(dataset, "losses.jsonl")
         for batch in dataset:
             losses = cross_entropy(model(batch["image"]), batch["label"], reduction="none")
             log(batch, losses)
 
-    A failure to write is a warning.
+    A failure to write is a `RuntimeWarning`.
     """
 
     def __init__(
