@@ -516,7 +516,11 @@ class Pad(Option):
 Collate = Literal["pad", "list", "nested"] | Pad
 # the mean and the standard deviation of each array or channel; a path or URL of these; True: they are in the dataset
 Normalize = (
-    Mapping[str, "tuple[float, float] | Normalization | Literal['imagenet']"] | str | os.PathLike[str] | bool | None
+    Mapping[str, "tuple[float, float] | Normalization | Mapping[str, Any] | Literal['imagenet']"]
+    | str
+    | os.PathLike[str]
+    | bool
+    | None
 )
 Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"
 

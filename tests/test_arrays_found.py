@@ -13,7 +13,6 @@ from zarr_stores import STORES, samples_of, url_of, values_of
 import streamloader as sl
 from streamloader import errors
 from streamloader.measure.statistics import fit
-from streamloader.options import Sampling
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 
@@ -266,7 +265,7 @@ def test_arrays_without_dimensions_are_channels(version, tmp_path):
     assert batch["x"][:, 0].tolist() == list(range(1, 9))
     for found in (batch["x"][:, 1:], batch["alone"]):
         np.testing.assert_array_equal(found, [[2, 3.5, 2, 6]] * 8)
-    found = fit(str(tmp_path / "x.zarr"), Sampling(sample_axis="time", channels=sl.Channels("a", *names)))
+    found = fit(sl.Source(tmp_path / "x.zarr", sample_axis="time", channels=sl.Channels("a", *names)))
     assert [found[name]["mean"] for name in names] == [2, 3.5, 4.5, 6]
 
 

@@ -30,7 +30,7 @@ def test_moments_of_parts_merge_to_those_of_the_whole():
 
 def test_statistics_are_those_of_the_selected_elements():
     sampling = Sampling(sample_axis="time", channels=sl.Channels("z@500", "t2m", "orog"))
-    found = fit(url_of("xarray3.zarr"), sampling, where=slice(2, 20))
+    found = fit(sl.Source(url_of("xarray3.zarr"), where=slice(2, 20), **vars(sampling)))
     for name, values in (
         ("z@500", values_of("xarray3.zarr", "z")[2:20, 0]),
         ("t2m", values_of("xarray3.zarr", "t2m")[2:20]),
@@ -39,6 +39,19 @@ def test_statistics_are_those_of_the_selected_elements():
         np.testing.assert_allclose(found[name]["mean"], np.nanmean(values.astype("f8")), rtol=1e-6)
         np.testing.assert_allclose(found[name]["std"], np.nanstd(values.astype("f8")), rtol=1e-5)
         assert found[name]["max"] == np.nanmax(values)
+
+
+def test_normalize_takes_what_fit_returns():
+    source = sl.Source(url_of("xarray3.zarr"), sample_axis="time", where="2001-01:2001-02", windows=sl.Window(3))
+    found = fit(source, fields=["t2m"])
+    assert found["t2m"] == fit(sl.Source(url_of("xarray3.zarr"), sample_axis="time", where=source.where))["t2m"]
+    options = {"sample_axis": "time", "where": source.where, "fields": ["t2m"]}
+    (batch,) = sl.NumpyDataset(source.url, batch_size=23, remainder="uneven", normalize=found, **options)
+    np.testing.assert_allclose([np.nanmean(batch["t2m"]), np.nanstd(batch["t2m"])], [0, 1], atol=1e-5)
+
+
+def test_statistics_of_a_url_count_each_sample_once(mixed):
+    assert fit(mixed[0])["label"] == fit(sl.Source(mixed[0], weights="y"))["label"]
 
 
 def test_the_command_writes_what_normalize_reads(tmp_path, capsys):

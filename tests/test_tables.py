@@ -15,7 +15,6 @@ from zarr_stores import STORES, all_ranks
 import streamloader as sl
 from streamloader import errors
 from streamloader.measure.statistics import fit
-from streamloader.options import Sampling
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
@@ -138,7 +137,7 @@ def test_a_sparse_matrix_that_is_incomplete_is_no_field_unless_it_is_named(tmp_p
 
 def test_sparse_matrices_have_no_statistics(tmp_path):
     with pytest.raises(errors.UsageError, match="'X' is a sparse matrix, which has no mean"):
-        fit(str(TABLES[0]), Sampling(sample_axis=0))
+        fit(sl.Source(TABLES[0], sample_axis=0))
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import streamloader as sl
 from streamloader import metrics, testing
+from streamloader.maintenance.copy import copy
+from streamloader.measure.statistics import fit
 
 URL = "s3://bucket/photos"
 VERSION: str = sl.__version__
@@ -42,6 +44,7 @@ def prepare(source: Path) -> int:
         print(version.number, version.published)
     print(sl.diff(URL, 0, 1, split="train").samples_added)
     sl.export(URL, "out", format="npy", fields=["label"])
+    print(copy(URL, "elsewhere").kept_objects)
     checked = sl.verify(URL, decode=True)
     return sum(checked.samples.values()) if checked.ok else 0
 
@@ -119,6 +122,8 @@ def others() -> Iterator[dict[str, Any]]:
         patches=sl.Patch({"lat": 64, "lon": 64}, random=True),
         channels=sl.Channels("t2m", "z@500"),
     )
+    statistics = fit(sl.Source("s3://bucket/era5.zarr", sample_axis="time", where=slice("2001", "2017")))
+    sl.NumpyDataset("s3://bucket/era5.zarr", batch_size=4, sample_axis="time", normalize=statistics)
     for batch in arrays:
         values: NDArray[np.float32] = batch["data"]
         print(values.mean())

@@ -383,11 +383,11 @@ def stats(*, url: str, raw: bool, output: Path | None, save: bool, as_json: bool
     Decode(normalize=(mean, std)). Prints the JSON document that normalize= reads; with --output or --save only if
     --json is given too.
     """
-    from streamloader.measure.statistics import document_of, fit, save_in
+    from streamloader.measure.statistics import fit_document, save_in
 
     axis, channels = options.pop("sample_axis"), options.pop("channels")
     sampling = Sampling(sample_axis=axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
-    document = document_of(url, options["split"], options["where"], fit(url, sampling, **options))
+    document = fit_document(url, sampling, **options)
     if save:
         save_in(url, document, options["storage_options"])
     if output is not None:

@@ -1,7 +1,8 @@
 """Fits the mean and standard deviation of arrays and images, which `normalize=` takes: `streamloader stats`."""
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.opening import STATISTICS
 from streamloader.images.decode import ENCODINGS
-from streamloader.loader.arguments import ExcludeChoice, WhereChoice
+from streamloader.loader.arguments import Source
 from streamloader.loader.dataset import NumpyDataset
-from streamloader.options import Sampling
-from streamloader.storage import open_store
+from streamloader.options import Join, Sampling
+from streamloader.storage import open_store, references_url
 
 BATCH_BYTES = 64 << 20
 
@@ -55,30 +56,25 @@ class Moments:
 
 
 def fit(
-    url: str,
-    sampling: Sampling,
-    *,
-    fields: tuple[str, ...] | None = None,
-    split: str | None = None,
-    where: WhereChoice = None,
-    exclude: ExcludeChoice = None,
-    storage_options: Mapping[str, Any] | None = None,
-    memory: int | None = None,
+    source: str | os.PathLike[str] | Join | Source, *, fields: Sequence[str] | None = None, memory: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return count, mean, std, min and max of each array, channel and image, over the elements that `where` selects.
+    """Return count, mean, std, min and max of each array, channel and image, as `normalize=` takes them.
 
-    `exclude`: samples to leave out, as in `StreamingDataset`.
+    `source`: the URL of a dataset, or a `Source`, whose `where`, `exclude`, `sample_axis`, `channels` and `decode_cf`
+    say of which samples or elements; its windows, patches and weights do not count. `fields`: their names, default all.
+    `memory`: for the loader, in bytes, default what it needs.
 
     Those of images are lists, a number for each channel from 0 to 1, as `Decode(normalize=)` takes them. Reads each
     chunk about once; NaN is left out. Raises the errors of `StreamingDataset`, `FieldError` for values that are all
-    NaN, and `UsageError` for fields without numbers if they are given, or if there are no others.
+    NaN, and `UsageError` for a dataset without samples, and for fields without numbers if they are given, or if there
+    are no others.
     """
-    single = replace(sampling, windows=None, patches=None, normalize=None)
-    options: dict[str, Any] = {**vars(single), "split": split, "where": where, "storage_options": storage_options}
-    options |= {"exclude": exclude, "shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
-    probe = NumpyDataset(url, batch_size=1, **options)
+    single = source if isinstance(source, Source) else Source(source)
+    single = replace(single, windows=None, patches=None, normalize=None, weights=None)
+    options = {**vars(single), "shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
+    probe = NumpyDataset(batch_size=1, **options)
     if not probe.num_samples:
-        raise UsageError(f"{open_store(url, storage_options).url} has no samples", "give a dataset with samples")
+        raise UsageError(f"{single.url} has no samples", "give a dataset with samples")
     numbers = {name: field for name, field in probe.fields.items() if field.fixed}
     images = [name for name, field in probe.fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
     others = {name: field for name, field in probe.fields.items() if name not in {*numbers, *images}}
@@ -91,10 +87,10 @@ def fit(
         size = sum(field.item_bytes for field in numbers.values())
         batch = max(1, min(probe.num_samples, BATCH_BYTES // max(1, size)))
         chosen = options if single.used else {**options, "fields": list(numbers)}
-        for columns in NumpyDataset(url, batch_size=batch, **chosen):
+        for columns in NumpyDataset(batch_size=batch, **chosen):
             _add(found, {name: [values] for name, values in _arrays_of(columns, single)})
     if images:
-        for sample in NumpyDataset(url, batch_size=None, decode=True, **{**options, "fields": images}):
+        for sample in NumpyDataset(batch_size=None, decode=True, **{**options, "fields": images}):
             _add(found, {name: list(sample[name].reshape(-1, 3).T / 255) for name in images})
     empty = [name for name, moments in found.items() if not moments[0].count]
     if empty:
@@ -113,9 +109,22 @@ def _add(found: dict[str, list[Moments]], values: Mapping[str, list[NDArray[Any]
         found[name] = [moments + Moments.of(of) for moments, of in zip(before, channels, strict=True)]
 
 
-def document_of(url: str, split: str | None, where: str | None, found: Mapping[str, Any]) -> str:
-    """Return the JSON document of statistics, which `normalize=` reads."""
-    return json.dumps({"url": open_store(url).url, "split": split, "where": where, "statistics": found}, indent=1)
+def fit_document(
+    url: str,
+    sampling: Sampling,
+    *,
+    fields: tuple[str, ...] | None,
+    split: str | None,
+    where: str | None,
+    exclude: str | None,
+    storage_options: Mapping[str, Any],
+    memory: int | None,
+) -> str:
+    """Return the JSON document of statistics, which `normalize=` reads. Raises as `fit`."""
+    source = Source(url, split, where, storage_options, exclude=exclude, **vars(sampling))
+    shown = open_store(references_url(url), storage_options).url
+    found = {"url": shown, "split": split, "where": where, "statistics": fit(source, fields=fields, memory=memory)}
+    return json.dumps(found, indent=1)
 
 
 def save_in(url: str, document: str, storage_options: Mapping[str, Any] | None) -> None:
