@@ -99,7 +99,7 @@ def _write(watched: Watched, store: Store, *, closed: bool) -> None:
         values = {"time": time.time(), "closed": closed, "limit": stats.limit, "verdict": stats.verdict}
         try:
             data = json.dumps(values | asdict(stats), ensure_ascii=False, indent=1)
-            store.put(f"rank-{stats.rank:05}{worker}.json", f"{data}\n".encode())
+            store.put(f"rank-{stats.rank:05}{worker}.json", f"{data}\n".encode(errors="backslashreplace"))
         except Exception as error:  # noqa: BLE001 - a full disk or a client's error must not end the run
             watched.warn(f"statistics are not written to {store.url}: {type(error).__name__}: {message(error)}")
 

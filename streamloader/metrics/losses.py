@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from streamloader.errors import UsageError
 from streamloader.show.cells import to_numpy
 from streamloader.storage.json_lines import JsonLines
+from streamloader.storage.process import Finalizer
 
 BATCHES = 100  # of an object, if the log is a folder or a URL
 
@@ -28,7 +30,8 @@ class LossLog:
             losses = cross_entropy(model(batch["image"]), batch["label"], reduction="none")
             log(batch, losses)
 
-    A failure to write is a `RuntimeWarning`.
+    A failure to write is a `RuntimeWarning`. What is left is written by `close()`, or at the end of the process unless
+    it is killed.
     """
 
     def __init__(
@@ -37,7 +40,10 @@ class LossLog:
         self._dataset = dataset
         self._lines: list[dict[str, Any]] = [{"run": dataset.describe(), "state": dataset.state_dict()}]
         self._log = JsonLines(os.fspath(log), storage_options, "losses are missing in LossLog")
-        self._at_once = 1 if self._log.is_file else BATCHES
+        self._batches = 1 if self._log.is_file else BATCHES
+        self._end = Finalizer(
+            self, partial(_write, at_once=True), self._log, self._lines
+        )  # of an exception in training
 
     def __call__(self, batch: Mapping[str, Any], losses: Any) -> None:
         """Log the losses of the batch that the dataset returned last: a tensor or an array of shape (samples,).
@@ -54,19 +60,12 @@ class LossLog:
         line |= {name: to_numpy(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
         loss = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[rows].tolist()]
         self._lines.append({**line, "loss": loss})
-        if len(self._lines) >= self._at_once:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._lines:
-            last = self._lines[-1]
-            name = f"{last.get('epoch', 0):06}-{last.get('step', 0):08}-{last.get('rank', 0):05}.jsonl"
-            self._log.write(name, self._lines)
-            self._lines = []
+        if len(self._lines) >= self._batches:
+            _write(self._log, self._lines)
 
     def close(self) -> None:
         """Write what is left, and wait until it is written."""
-        self._flush()
+        _write(self._log, self._lines)
         self._log.close()
 
     def __enter__(self) -> LossLog:
@@ -74,3 +73,12 @@ class LossLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _write(log: JsonLines, lines: list[dict[str, Any]], *, at_once: bool = False) -> None:
+    """Write the lines, and remove them from the list; nothing if there is only that of the run."""
+    last = lines[-1] if lines else {}
+    if "epoch" in last:
+        name = f"{last['epoch']:06}-{last['step']:08}-{last['rank']:05}.jsonl"
+        log.write(name, lines, at_once=at_once)
+        lines.clear()

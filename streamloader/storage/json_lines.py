@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from streamloader.errors import message
-from streamloader.storage import open_store
+from streamloader.errors import StorageError, message
+from streamloader.storage import Store, open_store
 from streamloader.storage.process import Finalizer, in_thread
 
 # Objects of the log that are written at the same time, and how long the exit of the process waits for them.
@@ -33,25 +34,30 @@ class JsonLines:
         self._store = None if log is None or self.is_file else open_store(log, options)
         self._pending: deque[Future[object]] = deque()
 
-    def write(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines to the file, or write them as the object `name`. A failure of that is a warning."""
+    def write(self, name: str, lines: Sequence[Mapping[str, Any]], *, at_once: bool = False) -> None:
+        """Append lines to the file, or write them as the object `name`. A failure of that is a warning.
+
+        `at_once`: wait for the object, and start no thread, as at the end of a process.
+        """
         if self._log is None:
             return
-        data = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
-        if self._store is not None:
-            store = self._store
-            if not self._pending:
-                Finalizer(self, _wait_for_all, self._pending, self._problem)
-            self._pending.append(in_thread(lambda: store.put(name, data)))
-            _wait_for_all(self._pending, self._problem, PENDING)
-            return
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        data = text.encode(errors="backslashreplace")  # a path of other bytes has half surrogates
         try:
-            path = Path(self._log)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:  # all lines at once, so that ranks do not mix theirs
-                file.write(data)
-        except OSError as error:
+            if self._store is None:
+                _append(Path(self._log), data)
+            elif at_once:
+                self._store.put(name, data)
+            else:
+                self._put(self._store, name, data)
+        except (OSError, StorageError) as error:
             _warn(self._problem, error)
+
+    def _put(self, store: Store, name: str, data: bytes) -> None:
+        if not self._pending:
+            Finalizer(self, _wait_for_all, self._pending, self._problem)
+        self._pending.append(in_thread(lambda: store.put(name, data)))
+        _wait_for_all(self._pending, self._problem, PENDING)
 
     def close(self) -> None:
         """Wait for the objects that are being written."""
@@ -60,6 +66,18 @@ class JsonLines:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers, which write by themselves."""
         return self.__dict__ | {"_pending": deque()}
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append lines to a file, all at once, so that ranks do not mix theirs. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        if file.seekable() and (size := file.seek(0, os.SEEK_END)):
+            file.seek(size - 1)
+            # a process that was killed, or a full disk, may have left a part of a line
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        while data:  # less is written on a full disk, and then nothing, with the reason
+            data = data[file.write(data) :]
 
 
 def _wait_for_all(pending: deque[Future[object]], problem: str, most: int = 0) -> None:
