@@ -116,6 +116,14 @@ def test_an_encoded_image_of_more_than_8_bits_is_shown_from_its_least_to_its_lar
         np.testing.assert_allclose(np.asarray(image), np.linspace(0, 255, 60 * 50).reshape(60, 50), atol=2)
 
 
+def test_normalised_images_are_images_without_their_dataset():
+    pixels = np.random.default_rng(0).normal(size=(2, 24, 32, 3)).astype(np.float32)
+    (first, _) = rows_of({"image": torch.from_numpy(pixels).permute(0, 3, 1, 2)}, Looks())
+    assert (first.cells["image"].kind, first.cells["image"].size) == ("image", (32, 24))
+    planes = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))  # three variables on a grid
+    assert rows_of({"image": planes}, Looks())[0].cells["image"].kind == "frames"
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(np.uint16, 65535), (np.float32, 1), (np.float64, 1e308)])
 def test_an_array_of_three_channels_is_an_image_whatever_its_dtype(dtype, most):
     shown = cell("x", (picture(2, 40, 50) / 255 * most).astype(dtype), TEXT)

@@ -178,7 +178,12 @@ def _of_array(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str
 
 
 def _are_pixels(values: NDArray[Any]) -> bool:
-    """Return whether an array is taken for images: three channels of any numbers, or also one or four of bytes."""
+    """Return whether an array is taken for images: three channels of any numbers, or also one or four of bytes.
+
+    Channels come last, or they come first and are adjacent in memory, as `Decode(normalize=)` makes them.
+    """
+    if values.shape[-3] == 3 and values.strides[-3] == values.itemsize and min(values.shape[-2:]) > 4:
+        return values.dtype.kind in "uif"
     kinds = "u" if values.dtype == np.uint8 else "" if values.shape[-1] != 3 else "uif"
     return values.dtype.kind in kinds and _channels_last(values)
 
