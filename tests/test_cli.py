@@ -150,6 +150,22 @@ def test_what_has_no_samples_has_no_statistics(tmp_path, capsys):
     assert "empty has no samples; give a dataset with samples" in fails(capsys, "stats", tmp_path / "empty")
 
 
+def test_a_range_is_no_condition_by_which_samples_are_deleted(numbers, capsys):
+    line = fails(capsys, "delete", numbers, "--where", "0:10")
+    assert "where='0:10' is a range of samples; write a condition on a field, or name a file" in line
+
+
+def test_a_missing_dataset_is_named_once(tmp_path, capsys):
+    assert fails(capsys, "inspect", tmp_path / "none").count(str(tmp_path / "none")) == 1
+
+
+def test_a_closed_pipe_ends_a_command_without_a_message(numbers):
+    command = [*COMMAND, "inspect", str(numbers), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.communicate(timeout=300)[1], process.returncode) == (b"", 1)
+
+
 def test_options_are_read_as_json_or_text():
     assert parse_options(["a=1", "b=true", 'c={"d": [1]}', "e=x=y", "f="]) == {
         **{"a": 1, "b": True, "c": {"d": [1]}, "e": "x=y", "f": ""}

@@ -242,7 +242,8 @@ def _missing_root_error(store: Store, error: NotFoundError) -> NotADatasetError 
         return NotADatasetError(f"{store.url} is Zarr, but not a streamloader dataset", _IN_PLACE)
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
-        return NotADatasetError(f"there is no dataset at {store.url} ({error.problem})", remedy)
+        found = error.problem.removeprefix(f"{store.url}/")
+        return NotADatasetError(f"there is no dataset at {store.url} ({found})", remedy)
     if job.get("by") == COPY:
         return IncompleteError(f"the copy to {store.url} is unfinished", "run the same cp command again to resume it")
     finished = _finished_shards(store, job)

@@ -81,7 +81,8 @@ class CopyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {**vars(self), "samples": dict(self.samples), "digests": dict(self.digests)}
+        counts = {"num_samples": sum(self.samples.values()), "samples": dict(self.samples)}
+        return {**vars(self), **counts, "digests": dict(self.digests)}
 
 
 def copy(

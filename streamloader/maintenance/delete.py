@@ -22,7 +22,7 @@ from streamloader.format.opening import Opened
 from streamloader.maintenance.append import Addition, AppendReport, check_claim, entries, with_entry, without_rows
 from streamloader.maintenance.erase import Eraser
 from streamloader.options import in_range, whole_numbers
-from streamloader.samples import distinct
+from streamloader.samples import distinct, parse_range
 from streamloader.zarr.coordinates import time_labels
 
 FORMAT = "numbers"  # of the "source" of a deletion
@@ -106,6 +106,9 @@ class _Chosen:
         if self.where is self.ids is None:
             return np.zeros(0, np.int64)
         if self.where is not None:
+            if parse_range(self.where) is not None:
+                remedy = "write a condition on a field, or name a file of the numbers with ids= (--ids)"
+                raise SelectionError(f"where={self.where!r} is a range of samples", remedy)
             condition, times = Condition.parse(self.where), time_labels(manifest)
             return matching_samples(condition, store, manifest, remaining, times=times)
         if isinstance(self.ids, str | os.PathLike):

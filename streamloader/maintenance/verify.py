@@ -119,7 +119,7 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {**asdict(self), "ok": self.ok}
+        return {**asdict(self), "num_samples": sum(self.samples.values()), "ok": self.ok}
 
     @property
     def bad(self) -> int:
