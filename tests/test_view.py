@@ -28,7 +28,7 @@ from streamloader.options import Sampling
 from streamloader.view import overview as view_overview
 from streamloader.view import viewer as viewer_module
 from streamloader.view.facts import histogram, statistics
-from streamloader.view.run import RunOptions
+from streamloader.view.run import Run, RunOptions, read_json
 from streamloader.view.server import Guard, Server
 from streamloader.view.viewer import Viewer, ViewOptions, load_tokenizer
 
@@ -344,6 +344,24 @@ def test_steps_that_are_logged_again_have_their_last_losses_and_other_runs_are_l
         assert [row[0] for row in rows(page)] == ["3"] * 8
         assert "The log has 7 lines of other runs" in page.text
         assert "batches of 4" in client.get("/step").text
+
+
+OTHERS = [{"world_size": "x"}, {"world_size": None}, {"arguments": {}}, {"arguments": {"a": 1}}]
+OTHERS += [{"sources": []}, {"sources": [{}]}, {"sources": [{"url": 3}]}, {"left_out": 3}]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_a_description_of_anything_else_is_an_error(change, url):
+    description = sl.NumpyDataset(url, batch_size=6, num_workers=0).describe() | change
+    with pytest.raises(UsageError):
+        Run(RunOptions(None, description=description))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "3", "\xff"], ids=lambda text: text[:9])
+def test_a_state_that_is_no_object_of_json_is_an_error(text, tmp_path):
+    (tmp_path / "state.json").write_text(text, encoding="latin-1")
+    with pytest.raises(StateError):
+        read_json(str(tmp_path / "state.json"), {})
 
 
 def test_a_log_of_losses_refuses_other_shapes_and_other_files(url, tmp_path):

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from streamloader.errors import FieldError, StateError, UsageError
+from streamloader.errors import FieldError, StateError, StreamloaderError, UsageError
 from streamloader.loader.arguments import Source
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.loader.describe import read_description
-from streamloader.options import Decode, Sampling
+from streamloader.options import Decode, Sampling, whole
 from streamloader.storage import open_store
 from streamloader.storage.url import redact
 
@@ -66,7 +66,7 @@ def read_json(path: str, storage_options: Mapping[str, Any]) -> Any:
     store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
     try:
         value = json.loads(store.get(name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{redact(path)} is not JSON: {error}", _REMEDY) from error
     if not isinstance(value, dict):
         raise StateError(f"{redact(path)} has {str(value)!r:.60}", _REMEDY)
@@ -112,12 +112,17 @@ class Run:
     def __init__(self, options: RunOptions) -> None:
         self._lock = threading.Lock()
         description = options.description or {}
-        self.size = options.world_size or int(description.get("world_size", 1))
-        self.left_out: Mapping[str, str] = description.get("left_out", {})
         self.has_batch_size = bool(description) or "batch_size" in options.given
-        self.loader = self._open(options)
-        if options.state is not None:
-            self.loader.load_state_dict(dict(options.state))
+        try:
+            self.size = options.world_size or whole("world_size", description.get("world_size", 1))
+            self.left_out: Mapping[str, str] = dict(description.get("left_out", {}))
+            self.loader = self._open(options)
+            if options.state is not None:
+                self.loader.load_state_dict(dict(options.state))
+        except StreamloaderError:
+            raise
+        except (AttributeError, TypeError, ValueError) as error:  # arguments that are missing or of other types
+            raise StateError(f"the description of the run cannot be used: {error}", _REMEDY) from error
 
     def _open(self, options: RunOptions) -> Loader:
         sources, arguments = self._arguments(options)
