@@ -675,7 +675,7 @@ def test_seconds_between_writes_are_above_0(url, tmp_path, seconds):
     [
         *(b"", b"{", b"[]", b"3", b'"a"', b"\xff", b"null", b'{"time": "now"}', b'{"time": true}', b"[" * 100_000),
         *(b'{"time": 1, "samples": "many"}', b'{"time": 1, "samples": 1.5}', b'{"time": 1, "rank": null}', b"{}"),
-        *(b'{"time": 1, "url": 3}', b'{"time": 1, "closed": 1}'),
+        *(b'{"time": 1, "url": 3}', b'{"time": 1, "closed": 1}', b'{"time": 1e999}', b'{"time": NaN}'),
     ],
     ids=lambda content: content[:30].decode(errors="replace"),
 )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from http.client import HTTPException
+from math import inf
 from typing import Any, Self
 from urllib.request import Request, urlopen
 
@@ -141,6 +142,8 @@ def _parsed(document: bytes, where: str) -> RankStats:
             given = values.get(key, kind())
             if type(given) is not kind and (kind, type(given)) != (float, int):
                 raise ValueError(f"{key} is {given!r:.60}")
+        if not -inf < values["time"] < inf:
+            raise ValueError("its time is not finite")
         return RankStats(Stats(**stats), values["time"], closed=values.get("closed", False))
     except (ValueError, AttributeError, KeyError, RecursionError) as error:
         problem = f"{where} has no statistics of a run: {type(error).__name__}: {message(error):.200}"

@@ -319,6 +319,30 @@ def test_a_running_training_is_followed_without_a_reload(browser, tmp_path):
             WebDriverWait(browser, 30, ignored_exceptions=[Exception]).until(lambda _: cell() not in (begin, ""))
 
 
+def test_a_running_training_that_does_not_answer_is_asked_once_at_a_time(browser, viewed, monkeypatch):
+    asked, ended = [], threading.Event()
+
+    def wait(*_, **__):
+        asked.append(1)
+        if len(asked) > 1:  # the first is the page itself
+            ended.wait(60)
+        return []
+
+    monkeypatch.setattr("streamloader.view.server.read_stats", wait)
+    monkeypatch.setattr("streamloader.view.server.LIVE_SECONDS", 0.2)
+    browser.get(address(viewed, "/live"))
+    try:
+        WebDriverWait(browser, 30).until(lambda _: len(asked) > 1)
+        browser.execute_script(
+            "window.ticks = window.more = 0; setInterval(() => ticks++, 200);"
+            "const plain = fetch; window.fetch = (...given) => { more++; return plain(...given); };"
+        )
+        WebDriverWait(browser, 30).until(lambda driver: driver.execute_script("return ticks") > 5)
+        assert browser.execute_script("return more") == 0
+    finally:
+        ended.set()
+
+
 def test_60_images_are_shown_within_half_a_second(browser, tmp_path):
     with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg", "label": "int64"}) as writer:
         for i in range(400):

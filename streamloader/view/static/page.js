@@ -21,7 +21,8 @@ async function loadParts() {
 
 function refresh(target) {
   setInterval(() => {
-    if (!document.hidden) load(target, target.dataset.refresh);
+    // not again while the last one waits: a browser has few connections to a server
+    if (!document.hidden && !target.hasAttribute("aria-busy")) load(target, target.dataset.refresh);
   }, 1000 * Number(target.dataset.seconds));
 }
 
