@@ -1,6 +1,7 @@
 """A description of a run is JSON, and opens the same batches again."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +133,36 @@ def test_what_cannot_be_described_is_named_and_may_be_given(data, monkeypatch):
     given = Run(RunOptions(None, description=description, transform="test_describe:halved"))
     assert given.left_out == {}
     assert np.array_equal(given.batch(given.place(1, 0, 0))["x"], expected["x"])
+
+
+def test_single_samples_are_shown_one_by_one(data):
+    loader = sl.NumpyDataset(data(50), batch_size=None, num_workers=0, with_index=True, world=(0, 2))
+    run = Run(RunOptions(None, description=loader.describe()))
+    for step, sample in zip(range(3), loader, strict=False):
+        assert run.batch(run.place(step, 0, 0))["index"].tolist() == [sample["index"]]
+
+
+def test_paths_are_described_as_absolute_ones(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(data(50)).parent))
+    monkeypatch.setenv("USERPROFILE", str(Path(data(50)).parent))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "left-out").mkdir()
+    (tmp_path / "left-out" / "a.jsonl").write_text("1\n2\n")
+    url = f"~/{Path(data(50)).name}"
+    source = sl.Source(url, exclude="left-out/")
+    description = NumpyMixture({source: 1}, batch_size=4, num_workers=0).describe()
+    joined = to_json(sl.Join("a/", Path("b"), on="id"))
+    monkeypatch.chdir("/")
+    assert Run(RunOptions(None, description=description)).loader._datasets[0].num_samples == 48
+    assert (joined["left"], joined["right"]) == (f"{tmp_path}/a/", str(tmp_path / "b"))
+
+
+def test_a_condition_with_a_secret_is_left_out_and_no_other_one_takes_its_place(data):
+    where = "name == 'https://me:hush@host/x?token=3' or label < 0"
+    description = sl.NumpyDataset(data(50), batch_size=4, num_workers=0, where=where).describe()
+    assert "where" not in description["sources"][0]
+    assert "label < 0" in description["left_out"]["where"]
+    assert "hush" not in json.dumps(description)
 
 
 def test_a_description_has_no_secrets(data):

@@ -28,6 +28,7 @@ from streamloader.options import Sampling
 from streamloader.view import overview as view_overview
 from streamloader.view import viewer as viewer_module
 from streamloader.view.facts import histogram, statistics
+from streamloader.view.losses import read_losses
 from streamloader.view.run import Run, RunOptions, read_json
 from streamloader.view.server import Guard, Server
 from streamloader.view.viewer import Viewer, ViewOptions, load_tokenizer
@@ -364,12 +365,22 @@ def test_a_state_that_is_no_object_of_json_is_an_error(text, tmp_path):
         read_json(str(tmp_path / "state.json"), {})
 
 
+@pytest.mark.parametrize("first", [{"run": 3, "state": {}}, {"run": {}, "state": [3]}])
+def test_a_log_that_begins_with_no_description_is_an_error(first, tmp_path):
+    (tmp_path / "losses.jsonl").write_text(json.dumps(first) + "\n")
+    with pytest.raises(StateError):
+        read_losses(str(tmp_path / "losses.jsonl"), {})
+
+
 def test_a_log_of_losses_refuses_other_shapes_and_other_files(url, tmp_path):
     loader = sl.NumpyDataset(url, batch_size=6, num_workers=0)
     log = sl.LossLog(loader, tmp_path / "l.jsonl")
     batch = next(iter(loader))
     with pytest.raises(UsageError, match=r"losses of shape \(\) for a batch of 6 samples"):
         log(batch, np.float32(3))
+    for count in (5, 7, 12):
+        with pytest.raises(UsageError, match=rf"losses of shape \({count},\) for a batch of 6 samples"):
+            log(batch, np.zeros(count))
     (tmp_path / "other.jsonl").write_text('{"loss": [1]}\n')
     with pytest.raises(StateError, match=r"lacks 'epoch'"):
         serving(ViewOptions(RunOptions(url), losses=str(tmp_path / "other.jsonl"))).__enter__()

@@ -7,6 +7,7 @@ Nothing is pickled: functions and long arrays are left out, and named in `left_o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields as fields_of
 from fractions import Fraction
@@ -26,12 +27,14 @@ DESCRIBED = (
     *("steps_per_epoch", "with_index", "on_error", "max_bad", "collate", "bucket_by", "bucket_steps", "max_tokens"),
     "clips",
 )
+PATHS = "url", "left", "right", "exclude"  # arguments that may be paths, which are described as absolute ones
 MOST_NUMBERS = 100_000  # of where= and exclude=: more are left out
 _TYPES = (
     *(options.CenterCrop, options.Channels, options.Clips, options.Decode, options.Join, options.Pack, options.Pad),
     *(options.Patch, options.RandomResizedCrop, options.Shuffle, options.View, options.Window, Source),
 )
 TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in _TYPES}
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/?/?[^/\\]*|.*::")
 _INVALID = "give a file that sl.LossLog or describe() wrote"
 
 
@@ -39,8 +42,13 @@ def to_json(value: Any) -> Any:
     """Return an argument as JSON values. Raises `UsageError` for a function, a long array, or another object."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, str | os.PathLike):
-        return redact(os.fspath(value))
+    if isinstance(value, str):
+        text = redact(value)
+        if text != value and not _URL.match(value):  # a condition, which would select other samples
+            raise UsageError(text)
+        return text
+    if isinstance(value, os.PathLike):
+        return _absolute(os.fspath(value))
     if isinstance(value, list | tuple | range) and len(value) <= MOST_NUMBERS:
         return [to_json(each) for each in value]
     return _object_to_json(value)
@@ -51,7 +59,7 @@ def _object_to_json(value: Any) -> dict[str, Any]:
     if isinstance(value, _TYPES):
         given = {of.name: getattr(value, of.name) for of in fields_of(value) if of.name != "storage_options"}
         changed = {name: each for name, each in given.items() if not _is_default(value, name, each)}
-        return {"type": type(value).__name__, **{name: to_json(each) for name, each in changed.items()}}
+        return {"type": type(value).__name__, **{name: _named(name, each) for name, each in changed.items()}}
     if isinstance(value, Mapping):
         return {"type": "dict", "value": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, Fraction):
@@ -110,19 +118,23 @@ def _each(values: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Any]
     """Return the descriptions of arguments, but those that are None; add what has none to `left_out`."""
     described = {}
     for name, value in values.items():
-        if value is None or name == "storage_options":
+        if name == "storage_options" or (value is None and name != "batch_size"):
             continue
         try:
-            described[name] = to_json(_absolute(value) if name == "url" else value)
+            described[name] = _named(name, value)
         except UsageError as error:
             left_out[name] = error.problem
     return described
 
 
-def _absolute(url: Any) -> Any:
-    """Return the URL of a source; a path as an absolute one, since the description may be read elsewhere."""
-    is_path = isinstance(url, os.PathLike) or (isinstance(url, str) and "://" not in url)
-    return str(Path(url).absolute()) if is_path else url
+def _named(name: str, value: Any) -> Any:
+    """Return the argument `name` as JSON values."""
+    return to_json(_absolute(value) if name in PATHS and isinstance(value, str) else value)
+
+
+def _absolute(path: str) -> str:
+    """Return a path as an absolute one, since the description may be read elsewhere; a URL unchanged."""
+    return path if _URL.match(path) else f"{Path(path).expanduser().absolute()}{'/' * path.endswith('/')}"
 
 
 def read_description(description: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from streamloader.errors import EndpointError, FormatError, NotFoundError, Usage
 from streamloader.metrics.definitions import METRICS, Metric
 from streamloader.metrics.exporters import PROMETHEUS, HasStats, Watched
 from streamloader.stats import Stats
-from streamloader.storage import Store, open_store
+from streamloader.storage import Store, open_store, split_url
 from streamloader.storage.optional import need
 from streamloader.storage.process import Owner
 from streamloader.storage.url import redact, url_text
@@ -117,8 +116,8 @@ def read_stats(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     if text.lower().startswith(("http://", "https://")):
         found = _scraped(text)
     else:
-        name = re.split(r"[/\\]", text)[-1] if text.endswith(".json") else ""
-        store = open_store(text.removesuffix(name) or ".", storage_options)
+        folder, name = split_url(text) if text.endswith(".json") else (text, "")
+        store = open_store(folder, storage_options)
         names = [name] if name else [each.path for each in store.list() if _is_ours(each.path)]
         found = [_parsed(store.get_range(each, 0, MOST_BYTES), f"{store.url}/{each}") for each in names]
     if not found:

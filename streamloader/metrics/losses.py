@@ -52,9 +52,10 @@ class LossLog:
         if the dataset has returned no batch, or DataLoader workers read it.
         """
         values = np.asarray(to_numpy(losses))
-        rows = np.flatnonzero(to_numpy(batch["valid"])) if "valid" in batch else np.arange(values.size)
-        if values.ndim != 1 or (rows.size and int(rows[-1]) >= values.size):
-            problem = f"losses of shape {values.shape} for a batch of {rows.size} samples"
+        count = next((len(batch[name]) for name in ("valid", "index") if name in batch), values.size)
+        rows = np.flatnonzero(to_numpy(batch["valid"])) if "valid" in batch else np.arange(count)
+        if values.shape != (count,):
+            problem = f"losses of shape {values.shape} for a batch of {count} samples"
             raise UsageError(problem, "give one for each sample: reduction='none', then the mean over other axes")
         line = self._dataset.last_step() | {"row": rows.tolist()}
         line |= {name: to_numpy(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}

@@ -13,8 +13,24 @@ from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.store import RangeReader, Store, open_store
 from streamloader.storage.url import REFERENCES, parse_location, url_text
 
-__all__ = ["ObjectInfo", "RangeReader", "Store", "open_beside", "open_store", "references_store", "references_url"]
+__all__ = [
+    "ObjectInfo",
+    "RangeReader",
+    "Store",
+    "open_beside",
+    "open_store",
+    "references_store",
+    "references_url",
+    "split_url",
+]
 REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
+
+
+def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the folder of an object at a URL or a path, and its name there, "" if the URL ends in a slash."""
+    text = url_text(url)
+    name = text.replace(os.sep, "/").rpartition("/")[2]
+    return text.removesuffix(name) or ".", name
 
 
 def open_beside(store: Store, url: str | os.PathLike[str]) -> tuple[Store, str]:
@@ -22,9 +38,7 @@ def open_beside(store: Store, url: str | os.PathLike[str]) -> tuple[Store, str]:
 
     The storage options are those of `store` if both have the same protocol.
     """
-    text = url_text(url)
-    name = text.rpartition("/")[2]
-    folder = text.removesuffix(name) or "."
+    folder, name = split_url(url)
     shared = {**store.location.options, "retry": store.location.retry}
     same = parse_location(folder, None).protocol == store.location.protocol
     return open_store(folder, shared if same else None), name

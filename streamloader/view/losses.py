@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from streamloader.errors import StateError
-from streamloader.storage import Store, open_store
+from streamloader.storage import Store, open_store, split_url
 
 KEPT = 10_000  # samples with the largest losses
 PIECE = 16 << 20  # bytes of one request
@@ -65,8 +65,8 @@ def _last_run(lines: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], in
     run: Mapping[str, Any] = {}
     others, last = 0, {}
     for number, line in enumerate(lines):
-        if "run" not in line:
-            last[_step(line)] = number
+        if (step := _step(line))[0] >= 0:
+            last[step] = number
             continue
         if run and line["run"] != run["run"]:
             others += len(last)
@@ -77,7 +77,7 @@ def _last_run(lines: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], in
 
 def _step(line: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return (epoch, step, rank) of a line; of the first line of a run (-1, -1, -1). Raises `StateError` for others."""
-    if "run" in line:
+    if isinstance(line.get("run"), dict) and isinstance(line.get("state"), dict | None):
         return -1, -1, -1
     try:
         return int(line["epoch"]), int(line["step"]), int(line["rank"])
@@ -87,8 +87,8 @@ def _step(line: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _files(url: str, storage_options: Mapping[str, Any]) -> tuple[Store, dict[str, int]]:
     """Return the store of a log, and the sizes of its files by path. Raises `StateError` if there are none."""
-    folder, _, name = url.rpartition("/")
-    store = open_store(url if not name else folder or ("." if "/" not in url else "/"), storage_options)
+    folder, name = split_url(url)
+    store = open_store(folder, storage_options)
     info = store.head(name) if name else None
     if info is not None:
         return store, {name: info.size}

@@ -20,7 +20,7 @@ from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.loader.describe import read_description
 from streamloader.options import Decode, Sampling, whole
-from streamloader.storage import open_store
+from streamloader.storage import open_store, split_url
 from streamloader.storage.url import redact
 
 FROM_STATE = "split", "version", "seed", "shuffle", "remainder"  # of a state of one dataset, which fix its order
@@ -62,10 +62,9 @@ class Place(NamedTuple):
 
 def read_json(path: str, storage_options: Mapping[str, Any]) -> Any:
     """Return the JSON object at a path or a URL. Raises `StateError` for another document, and `StorageError`."""
-    folder, _, name = path.rpartition("/")
-    store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
+    folder, name = split_url(path)
     try:
-        value = json.loads(store.get(name))
+        value = json.loads(open_store(folder, storage_options).get(name))
     except (ValueError, RecursionError) as error:
         raise StateError(f"{redact(path)} is not JSON: {error}", _REMEDY) from error
     if not isinstance(value, dict):
@@ -150,6 +149,8 @@ class Run:
             if options.url is not None and len(sources) == 1:
                 sources[0]["url"] = options.url
             changed = {name: value for name, value in of_source.items() if value != getattr(Sampling(), name, None)}
+            if arguments.get("batch_size", 1) is None:  # whose steps are those of batches of one sample
+                arguments["batch_size"] = 1
             return [source | changed for source in sources], arguments | given
         if "sources" in state:
             problem = "the state is of a mixture, and does not name its datasets"

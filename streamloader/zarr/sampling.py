@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from streamloader.order.anchors import (
     split_segments,
 )
 from streamloader.samples import distinct
-from streamloader.storage import Store, open_store
+from streamloader.storage import Store, open_store, split_url
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
 from streamloader.zarr.columns import ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice, wider_block
@@ -212,9 +211,8 @@ def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
         return normalize
     folder, name = store, STATISTICS
     if not isinstance(normalize, bool):
-        text = os.fspath(normalize)
-        parent, _, name = text.rpartition("/")
-        folder = open_store(parent or ".", store.location.options if "://" in text else None)
+        parent, name = split_url(normalize)
+        folder = open_store(parent, store.location.options if "://" in parent else None)
     try:
         document = read_object(folder, name, "write it again with streamloader stats")
     except NotFoundError as error:
