@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from commands import COMMAND, run
-from datasets import SMALL, encoded, picture
+from datasets import SMALL, encoded, our_threads, picture
 from folder_server import folder_server
 from viewing import FIELDS, HOSTILE, Client, serving, value
 
@@ -730,27 +730,32 @@ def test_a_page_opens_the_dataset_and_computes_statistics_once(url, monkeypatch)
         monkeypatch.setattr(viewer_module, name, lambda *a, of=of, **b: opened.append(of) or of(*a, **b))
     counted = viewer_module.facts.statistics
     monkeypatch.setattr("streamloader.view.facts.statistics", lambda *a: opened.append(counted) or counted(*a))
+    before = set(our_threads())  # of other servers
     with serving(ViewOptions(RunOptions(url))) as client:
         pages = [f"/sample?number={number}" for number in range(9)] + ["/samples", "/statistics?field=label"]
         for page in pages * 2:
             assert client.get(page).status == 200
     assert len(opened) == 3
+    deadline = time.monotonic() + 30
+    for thread in set(our_threads()) - before:
+        thread.join(max(0, deadline - time.monotonic()))
+    assert set(our_threads()) <= before
 
 
 def test_an_overview_is_read_once_and_is_of_the_array_itself_or_of_a_smaller_level(tmp_path, monkeypatch):
     import zarr
 
     group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=3)
-    for name, height, width in [("a", 40, 60), ("b", 80, 120), ("c", 20, 30)]:  # a larger one may be another variable
+    for name, height, width in [("z", 40, 60), ("b", 80, 120), ("c", 20, 30)]:  # a larger one may be another variable
         array = group.create_array(name, shape=(3, height, width), chunks=(1, 20, 30), dtype="f4",
                                    dimension_names=("time", "y", "x"))  # fmt: skip
         array[:] = np.ones((3, height, width))
     sampling = Sampling(sample_axis="time", patches=sl.Patch({"y": 10, "x": 10}))
-    given = {"batch_size": 4, "fields": ["a"]}
+    given = {"batch_size": 4, "fields": ["z"]}
     reads, of = [], view_overview.read
-    monkeypatch.setattr(view_overview, "read", lambda dataset: reads.append(dataset) or of(dataset))
+    monkeypatch.setattr(view_overview, "read", lambda loader: reads.append(loader) or of(loader))
     with serving(ViewOptions(RunOptions(str(tmp_path / "a.zarr"), given=given, sampling=sampling))) as client:
-        assert "a: 40 x 60, the first of time" in client.get("/step").text
+        assert "z: 40 x 60, the first of time" in client.get("/step").text
         assert client.get("/step?step=1").status == 200
     assert len(reads) == 1
     monkeypatch.setattr(view_overview, "MOST_BYTES", 4000)
@@ -774,3 +779,39 @@ def test_negative_losses_are_drawn_within_the_plot(url, tmp_path):
     with serving(ViewOptions(RunOptions(None), losses=str(tmp_path / "losses.jsonl"))) as client:
         heights = [float(y) for y in re.findall(r'cy="([-\d.]+)"', client.get("/losses").text)]
     assert heights == [144.0, 144.0, 52.0, 52.0]
+
+
+def test_the_fields_of_a_join_have_statistics(tmp_path):
+    left = written(tmp_path / "a", {"id": "int64"}, [{"id": i} for i in range(20)])
+    right = written(tmp_path / "b", {"id": "int64", "y": "text"}, [{"id": i, "y": "\u00e4" * i} for i in range(20)])
+    loader = sl.NumpyDataset(sl.Join(left, right, on="id"), batch_size=4, num_workers=0)
+    with serving(ViewOptions(RunOptions(None, description=loader.describe()))) as client:
+        text = client.get("/statistics?field=y").text
+        assert "lengths in bytes, of 20 samples (sampled)" in text
+        assert "<dt>max</dt><dd>38</dd>" in text
+
+
+def test_a_run_that_decoded_on_a_device_is_decoded_here_also_with_its_transform(url):
+    given = {"batch_size": 4, "fields": ["image"], "decode": {"image": sl.Decode(size=(16, 16), device="cuda")}}
+    for transform in (None, "copy:copy"):
+        with serving(ViewOptions(RunOptions(url, given=given, transform=transform))) as client:
+            assert client.get("/step").text.count("16 x 16") >= 4
+
+
+def test_a_long_history_is_not_read_but_its_length_is_shown(url, monkeypatch):
+    with serving(ViewOptions(RunOptions(url))) as client:
+        assert "<h2>Versions</h2>" in client.get("/fields").text
+        monkeypatch.setattr(viewer_module, "VERSIONS", 0)
+        assert "1 versions: <code>streamloader log</code>" in client.get("/fields").text
+
+
+def test_an_overview_is_of_an_array_that_the_run_reads(tmp_path):
+    import zarr
+
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=3)
+    for name, dtype in (("a", "complex64"), ("b", "float32")):  # no tensors hold complex numbers of arrays in place
+        options = {"shape": (3, 8, 8), "chunks": (1, 8, 8), "dtype": dtype, "dimension_names": ("time", "y", "x")}
+        group.create_array(name, **options)[:] = np.ones((3, 8, 8))
+    sampling = Sampling(sample_axis="time", patches=sl.Patch({"y": 4, "x": 4}))
+    with serving(ViewOptions(RunOptions(str(tmp_path / "a.zarr"), sampling=sampling))) as client:
+        assert "b: 8 x 8" in client.get("/step").text

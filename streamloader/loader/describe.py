@@ -115,7 +115,7 @@ def describe(sources: Iterable[Source], given: Arguments, **others: Any) -> dict
 
 
 def _each(values: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Any]:
-    """Return the descriptions of arguments, but those that are None; add what has none to `left_out`."""
+    """Return the descriptions of arguments, but of None only for batch_size; add what has none to `left_out`."""
     described = {}
     for name, value in values.items():
         if name == "storage_options" or (value is None and name != "batch_size"):

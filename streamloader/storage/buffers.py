@@ -91,6 +91,11 @@ class LRUCache(Generic[K, V]):
             self._values.move_to_end(key)
             return self._values[key][0]
 
+    def values(self) -> list[V]:
+        """Return all values."""
+        with self._lock:
+            return [value for value, _ in self._values.values()]
+
     def add(self, key: K, value: V, size: int, *, replace: bool = False) -> V:
         """Cache a value of `size` bytes, unless the key has one and `replace` is False; return the value of the key."""
         with self._lock:

@@ -68,8 +68,7 @@ def statistics(dataset: Dataset, name: str) -> Histogram:
         if name in dataset.manifest.lengths and count <= EXACT_LENGTHS:
             return histogram(name, dataset.lengths(name), f"lengths in {unit}, of all {count:,} samples (exact)")
         parts = _sampled(dataset, name, count)
-        sizes = (len(value.encode() if isinstance(value, str) else value) for part in parts for value in part)
-        lengths = np.fromiter(sizes, np.int64)
+        lengths = _lengths(value for part in parts for value in part)
         return histogram(name, lengths, f"lengths in {unit}, of {lengths.size:,} samples of {count:,} (sampled)")
     if layout.nbytes <= EXACT_BYTES:
         values = dataset.read(name, 0, count)
@@ -90,12 +89,17 @@ def _sampled(dataset: Dataset, name: str, count: int) -> list[Any]:
 def sampled_statistics(batches: Iterable[Mapping[str, Any]], name: str) -> Histogram:
     """Return the histogram of a column that no dataset stores as a field, of some batches."""
     columns: list[Any] = [column_of(batch, name) for batch in batches if name in batch]
-    parts = [
-        np.asarray(part).reshape(-1) for column in columns for part in ([column], column)[isinstance(column, list)]
-    ]
-    values = np.concatenate(parts) if parts else np.zeros(0)
+    parts = [part for column in columns for part in ([column], column)[isinstance(column, list)]]
     samples = sum(map(len, columns))
+    if any(isinstance(part, str | bytes) for part in parts):
+        return histogram(name, _lengths(parts), f"lengths in bytes, of {samples:,} samples (sampled)")
+    values = np.concatenate([np.asarray(part).reshape(-1) for part in parts]) if parts else np.zeros(0)
     return histogram(name, values, f"{values.size:,} values of {samples:,} samples (sampled)")
+
+
+def _lengths(values: Iterable[Any]) -> NDArray[np.int64]:
+    """Return the lengths of values, of texts in bytes."""
+    return np.fromiter((len(value.encode() if isinstance(value, str) else value) for value in values), np.int64)
 
 
 def histogram(name: str, values: NDArray[Any], of: str, classes: Sequence[str] = ()) -> Histogram:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import StreamloaderError
+from streamloader.loader.base import Loader
 from streamloader.show import media
 from streamloader.show.cells import to_numpy
 from streamloader.storage.store import Store
@@ -35,10 +36,11 @@ class Overview(NamedTuple):
     text: str
 
 
-def read(dataset: Any) -> Overview | None:
-    """Return the array of a loader's dataset; None if its samples are no patches of two dimensions."""
-    columns = () if dataset.arrays is None else dataset.arrays.columns.values()
-    column = next((each for each in columns if len(each.sizes) >= 2), None)
+def read(loader: Loader) -> Overview | None:
+    """Return the array of the first field of patches; None if a loader has no patches of two dimensions."""
+    dataset = loader._datasets[0]
+    columns = {} if dataset.arrays is None else dataset.arrays.columns
+    column = next((each for name, each in columns.items() if name in loader.fields and len(each.sizes) >= 2), None)
     if column is None:
         return None
     vertical, horizontal = [dim for dim in column.dims if dim in column.sizes][-2:]
@@ -61,20 +63,8 @@ def _read(store: Store, column: RegionColumn, dims: tuple[str, str]) -> tuple[ND
     own = next((member.array for member in column.members if member.array is not None), None)
     if own is None:
         return None, "no array"
-    try:
-        others = list(read_group(store).arrays.values())
-    except StreamloaderError:
-        others = []
     axes = [own.dims.index(dim) for dim in dims]
-    like = [each for each in others if each.dims == own.dims and each.dtype == own.dtype]
-    smaller = [
-        each
-        for each in like
-        if all(
-            (a > b) if axis in axes else (a == b) for axis, (a, b) in enumerate(zip(own.shape, each.shape, strict=True))
-        )
-    ]
-    for array in [own, *sorted(smaller, key=lambda each: -prod(each.shape))]:
+    for array in [own, *_smaller(store, own, axes)]:
         high = [length if axis in axes else 1 for axis, length in enumerate(array.shape)]
         if prod(high) * array.dtype.itemsize * _waste(array, high) <= MOST_BYTES:
             out = np.empty(high, array.dtype)
@@ -83,11 +73,21 @@ def _read(store: Store, column: RegionColumn, dims: tuple[str, str]) -> tuple[ND
             plane = plane if axes == sorted(axes) else plane.T
             step = max(1, -(-max(plane.shape) // SIDE))
             rest = ", ".join(dim for dim in own.dims if dim not in dims)
-            text = f"{array.path or 'array'}: {plane.shape[0]:,} x {plane.shape[1]:,}" + (
-                rest and f", the first of {rest}"
-            )
-            return plane[::step, ::step], text
+            text = f"{array.path or 'array'}: {plane.shape[0]:,} x {plane.shape[1]:,}"
+            return plane[::step, ::step], text + (rest and f", the first of {rest}")
     return None, f"the array is too large to be read for an overview: {' x '.join(map(str, own.shape))}"
+
+
+def _smaller(store: Store, own: ZarrArray, axes: Sequence[int]) -> list[ZarrArray]:
+    """Return the arrays of a group that are smaller along `axes`, and like an array otherwise; larger ones first."""
+    try:
+        others = read_group(store).arrays.values()
+    except StreamloaderError:
+        return []
+    like = [each for each in others if each.dims == own.dims and each.holds_numbers and each.dtype == own.dtype]
+    sizes = [(each, list(zip(own.shape, each.shape, strict=True))) for each in like]
+    found = [each for each, pairs in sizes if all((a > b) if i in axes else a == b for i, (a, b) in enumerate(pairs))]
+    return sorted(found, key=lambda each: -prod(each.shape))
 
 
 def _waste(array: ZarrArray, high: list[int]) -> float:

@@ -89,12 +89,14 @@ def load_function(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _with_crops(decode: Any) -> Any:
-    """Return `decode=` with a column that says how images were cropped, where it can have one."""
+def _with_crops(decode: Any, *, wanted: bool) -> Any:
+    """Return `decode=` without a device, with a column that says how images were cropped, where it can have one."""
     if isinstance(decode, Mapping):
-        return {name: _with_crops(each) for name, each in decode.items()}
-    cropped = isinstance(decode, Decode) and decode.size is not None and decode.views is None
-    return replace(decode, with_crop=True, device=None) if cropped else decode
+        return {name: _with_crops(each, wanted=wanted) for name, each in decode.items()}
+    if not isinstance(decode, Decode):
+        return decode
+    cropped = wanted and decode.size is not None and decode.views is None
+    return replace(decode, with_crop=cropped or decode.with_crop, device=None)
 
 
 def numbered(make: Callable[..., Opened]) -> Opened:
@@ -126,8 +128,8 @@ class Run:
     def _open(self, options: RunOptions) -> Loader:
         sources, arguments = self._arguments(options)
         shares: Any = arguments.pop("shares", None)
-        if options.transform is None:  # which would get a column more
-            arguments["decode"] = _with_crops(arguments.get("decode"))
+        # a transform would get a column more
+        arguments["decode"] = _with_crops(arguments.get("decode"), wanted=options.transform is None)
         shared = {**arguments, "world": (0, self.size), "num_workers": 0}
         if options.transform is not None:
             shared["transform"] = load_function(options.transform)

@@ -232,7 +232,8 @@ class Server:
             "pages": pages,
             "count": len(stored),
         }
-        values |= {"splits": self.viewer.splits, "linked": self.viewer.dataset is not None}
+        dataset = self.viewer.dataset
+        values |= {"splits": () if dataset is None else dataset.splits, "linked": dataset is not None}
         return self._page("samples", "Samples", rows=rows, **values)
 
     def _sample(self, request: web.Request) -> str:
@@ -283,13 +284,12 @@ class Server:
         values = {"number": number, "pages": -(-len(losses.largest) // LOSSES_SHOWN)}
         return self._page("losses", "Losses", largest=largest, rows=rows, losses=losses, **values)
 
-    def _live(self, request: web.Request) -> str:
+    def _live(self, _: web.Request) -> str:
         where = self.viewer.options.live
         if where is None:
             raise UsageError("no running training", "give --live with its folder of StatsFile, or its metrics address")
         found = read_stats(where, storage_options=self.viewer.options.run.storage_options)
-        template = "live_table" if "part" in request.query else "live"
-        return self._page(template, "Live", ranks=found, where=redact(where), seconds=LIVE_SECONDS)
+        return self._page("live", "Live", ranks=found, where=redact(where), seconds=LIVE_SECONDS)
 
     @cached_property
     def runner(self) -> web.AppRunner:

@@ -23,7 +23,7 @@ from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
 from streamloader.view import facts, overview
-from streamloader.view.losses import Losses, read_losses
+from streamloader.view.losses import read_losses
 from streamloader.view.run import Place, Run, RunOptions, numbered
 from streamloader.zarr.sampling import read_normalization
 
@@ -103,6 +103,11 @@ class Stored:
         options = {"split": source.split, "version": source.version, "storage_options": source.storage_options}
         return open_dataset(source.url, **options)  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        """End the threads of the loader, if it was opened."""
+        if "loader" in vars(self):
+            self.loader.close()
+
     def page(self, number: int) -> list[Row]:
         """Return the samples of a page, from 0. Raises `UsageError` for one that there is not."""
         with self._lock:
@@ -123,7 +128,8 @@ class Viewer:
 
     def __init__(self, options: ViewOptions) -> None:
         self.options, self._lock = options, threading.Lock()
-        run, losses = options.run, self._read_losses()
+        run = options.run
+        losses = None if options.losses is None else read_losses(options.losses, run.storage_options)
         if losses is not None and run.description is None:
             run = replace(run, description=losses.run, state=losses.state if run.state is None else run.state)
         self.losses = losses
@@ -136,10 +142,6 @@ class Viewer:
         self.looks: Looks = looks_of(loader, options.tokens)
         self._stored = LRUCache[tuple[str | None, str | None], Stored](OPENED)
         self._histograms = LRUCache[str, facts.Histogram](KEPT_HISTOGRAMS)
-
-    def _read_losses(self) -> Losses | None:
-        options = self.options
-        return None if options.losses is None else read_losses(options.losses, options.run.storage_options)
 
     @property
     def url(self) -> str:
@@ -157,11 +159,6 @@ class Viewer:
         options = self.run.loader._options
         return not (len(self.run.loader._datasets) > 1 or self.source.used or options.pack or options.clips)
 
-    @cached_property
-    def splits(self) -> tuple[str, ...]:
-        """The names of the splits."""
-        return () if self.dataset is None else self.dataset.splits
-
     def step(self, place: Place) -> dict[str, Any]:
         """Return the batch of a step, as trained."""
         batch = self.run.batch(place)
@@ -175,7 +172,7 @@ class Viewer:
 
     @cached_property
     def _overview(self) -> overview.Overview | None:
-        return overview.read(self.run.loader._datasets[0])
+        return overview.read(self.run.loader)
 
     def losses_of(self, place: Place) -> dict[int, float]:
         """Return the losses of the rows of a step, as far as they are among the largest that are kept."""
@@ -198,7 +195,7 @@ class Viewer:
         versions: list[Any] = []
         if dataset.manifest.generation <= VERSIONS:
             options = {"split": self.source.split, "storage_options": self.source.storage_options}
-            with suppress(FormatError):
+            with suppress(FormatError, StorageError):
                 versions = log(self.source.url, **options)  # type: ignore[arg-type]
         return {
             "columns": facts.field_rows(dataset),
@@ -287,3 +284,5 @@ class Viewer:
     def close(self) -> None:
         """End all threads."""
         self.run.close()
+        for stored in self._stored.values():
+            stored.close()
