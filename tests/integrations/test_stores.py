@@ -58,7 +58,8 @@ def write_and_read(url, options, folder):
     assert copy(folder / "copied", f"{url}-back", target_options=options).objects == 0
     assert sl.verify(f"{url}-back", storage_options=options).ok
     found = list_datasets(url.rpartition("/")[0], options)
-    assert {each.url for each in found if each.samples == 63} >= {open_store(url).url, open_store(f"{url}-back").url}
+    urls = {each.url for each in found if each.num_samples == 63}
+    assert urls >= {open_store(url).url, open_store(f"{url}-back").url}
 
 
 def test_the_gateway_of_juicefs(tmp_path):
