@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamloader as sl
-from streamloader.errors import StateError
+from streamloader.errors import StateError, UsageError
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.loader.describe import from_json, read_description, to_json
 from streamloader.options import CenterCrop, RandomResizedCrop, View
@@ -107,6 +107,14 @@ def test_a_described_mixture_has_the_same_batches(data):
     run = Run(RunOptions(None, description=json.loads(json.dumps(loader.describe()))))
     for epoch, step, rank in [(0, 2, 1), (0, 9, 0), (1, 1, 1)]:
         same(run, loader, epoch, step, rank)
+
+
+def test_the_url_of_one_dataset_takes_no_place_in_a_mixture(data):
+    whole = data(400)
+    a, b = sl.Source(whole, where=slice(0, 150)), sl.Source(whole, where=slice(150, 400))
+    description = NumpyMixture({a: 1, b: 1}, batch_size=8, num_workers=0).describe()
+    with pytest.raises(UsageError, match=r"a run over 2 datasets"):
+        Run(RunOptions(whole, description=description))
 
 
 def test_a_run_opens_by_its_state_alone_but_for_the_batch_size(data):

@@ -148,7 +148,10 @@ class Run:
         of_source = {name: given.pop(name) for name in names if given.get(name) is not None} | vars(options.sampling)
         if options.description is not None:
             sources, arguments = read_description(options.description)
-            if options.url is not None and len(sources) == 1:
+            if options.url is not None and len(sources) > 1:
+                problem = f"{redact(options.url)} and a run over {len(sources)} datasets"
+                raise UsageError(problem, "leave the URL out: the description names them")
+            if options.url is not None:
                 sources[0]["url"] = options.url
             changed = {name: value for name, value in of_source.items() if value != getattr(Sampling(), name, None)}
             if arguments.get("batch_size", 1) is None:  # whose steps are those of batches of one sample
