@@ -25,6 +25,7 @@ from streamloader.maintenance.cleanup import find_incomplete
 from streamloader.maintenance.copy import _earlier, copy
 from streamloader.maintenance.listing import list_datasets
 from streamloader.storage import open_store
+from streamloader.storage.objects import TEMPORARY_SUFFIX
 from streamloader.testing import Fault, FaultProxy
 
 GOLDEN = Path(__file__).parent.parent / "formats/streamloader/v1/golden"
@@ -294,6 +295,28 @@ def interrupted_copy(folder, monkeypatch):
     return [path for path in (folder / "out").glob("*/c/**/*") if path.is_file() and "_streamloader" not in path.parts]
 
 
+def stop(*_, **__):
+    raise Stop
+
+
+@pytest.mark.parametrize("last", ["_Copy._publish", "publish.clean"])  # before, and after the root document is written
+def test_parts_of_files_and_uploads_of_a_killed_copy_are_removed(last, moto, tmp_path, monkeypatch):
+    plain(tmp_path / "data")
+    url, client = moto.url("leftovers"), moto.client()
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    for target, options in ((tmp_path / "out", {}), (url, moto.storage_options)):
+        with monkeypatch.context() as patch, suppress(Stop):
+            patch.setattr(f"streamloader.maintenance.copy.{last}", stop)
+            copy(tmp_path / "data", target, target_options=options)
+    (tmp_path / "out" / f".part{TEMPORARY_SUFFIX}").write_bytes(b"part")
+    client.create_multipart_upload(Bucket=bucket, Key=f"{key}/part")
+    copy(tmp_path / "data", tmp_path / "out")
+    copy(tmp_path / "data", url, target_options=moto.storage_options)
+    assert contents(tmp_path / "out") == objects(tmp_path / "data")
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket, Prefix=f"{key}/")
+    client.close()
+
+
 def test_what_was_damaged_at_the_destination_meanwhile_is_copied_again(tmp_path, monkeypatch):
     versions(tmp_path / "data")
     shards = interrupted_copy(tmp_path, monkeypatch)
@@ -444,6 +467,19 @@ def test_a_copy_into_the_dataset_itself_is_refused_and_onto_itself_nothing_is_do
     with pytest.raises(errors.DestinationError, match="is inside the dataset"):
         copy(tmp_path / "data", tmp_path / "data" / "copy")
     assert copy(tmp_path / "data", tmp_path / "data").objects == 0
+
+
+@pytest.mark.parametrize("name", ["link", "file://"])
+def test_a_copy_into_the_dataset_by_another_name_is_refused(name, tmp_path):
+    plain(tmp_path / "data")
+    (tmp_path / "link").symlink_to(tmp_path / "data", target_is_directory=True)
+    before, inside = contents(tmp_path / "data"), tmp_path / "data" / "_streamloader" / "copy"
+    target = f"file://{inside}" if name == "file://" else tmp_path / name / "copy"
+    with pytest.raises(errors.DestinationError, match="is inside the dataset"):
+        copy(tmp_path / "data", target)
+    with pytest.raises(errors.DestinationError, match="is inside the dataset"):
+        copy(tmp_path / "link", inside)
+    assert contents(tmp_path / "data") == before
 
 
 def test_no_dataset_is_the_error_of_open(tmp_path):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import crc32c
@@ -25,6 +26,7 @@ import numpy as np
 from streamloader.conversion.api import default_options
 from streamloader.conversion.job import Listener, Progress, counter
 from streamloader.errors import (
+    AccessError,
     CorruptError,
     DestinationError,
     FormatError,
@@ -106,7 +108,7 @@ def copy(
     """
     source = open_store(src, storage_options)
     target = open_store(dst, default_options(target_options, dst, storage_options, src))
-    if target.url != source.url and f"{target.url}/".startswith(f"{source.url}/"):
+    if _is_inside(target, source):
         raise DestinationError(f"{target.url} is inside the dataset {source.url}", "choose another destination")
     root, datasets = _read(source, target)
     digests = {each.split: each.manifest.digest for each in datasets}
@@ -124,6 +126,14 @@ def copy(
         raise SourceChangedError(problem, "run the same command again") from error
     finally:
         claim.close()
+
+
+def _is_inside(target: Store, source: Store) -> bool:
+    """Return whether a store is in a folder of another, which may have several names: links, or other cases."""
+    if target.location.protocol == source.location.protocol == "file":
+        folder, above = Path(source.location.path), Path(target.location.path).resolve().parents
+        return folder.exists() and any(each.exists() and each.samefile(folder) for each in above)
+    return target.url != source.url and f"{target.url}/".startswith(f"{source.url}/")
 
 
 _Range = tuple[int, int, int]
@@ -343,8 +353,15 @@ def _is_there(target: Store, digests: Mapping[str, str]) -> bool:
     job = opening.read_job(target)
     if job is not None and job.get("by") == COPY:
         publish.check_not_running(target, job)
-        publish.clean(target)
+        _clean(target)
     return True
+
+
+def _clean(target: Store, claim: publish.Claim | None = None) -> None:
+    """Remove what only unfinished copies have: temporary objects, the parts of files and uploads of killed ones."""
+    with suppress(AccessError):  # credentials may lack permission to list uploads
+        target.remove_leftovers()
+    publish.clean(target, claim)
 
 
 def _shown(digests: Mapping[str, str]) -> str:
@@ -520,7 +537,7 @@ class _Copy:
                 self._put(f"{dataset.split}/{ROOT}", [_read_document(dataset.store, ROOT, document)])
         self.claim.check()
         self._put(ROOT, [self.root])
-        publish.clean(self.target, self.claim)
+        _clean(self.target, self.claim)
         for split, digest in digests.items():
             found = opening.open_root(self.target, split or None).manifest.digest
             if found != digest:
