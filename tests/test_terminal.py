@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import COMMAND
+from commands import COMMAND, run
+from datasets import encoded, picture
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,3 +172,18 @@ def test_what_a_dataset_has_does_not_reach_the_terminal_as_a_command(capsys):
     print_table(("field",), [("\x1b]0;title\x07\x9b2J",)], ())
     assert r"\x1b]0;title\x07\x9b2J" in capsys.readouterr().out
     assert printable("é\n") == r"é\x0a"
+
+
+def test_names_of_files_do_not_reach_the_terminal_as_commands(tmp_path, capsys):
+    name = "\x1b]0;title\x07"
+    folder = tmp_path / "files" / f"class{name}"
+    folder.mkdir(parents=True)
+    (folder / "good.png").write_bytes(encoded(picture(0), "png"))
+    (folder / f"bad{name}.png").write_bytes(b"nothing")
+    data = tmp_path / f"data{name}"
+    outputs = [run(capsys, "convert", tmp_path / "files", data, "--on-error", "skip", "--workers", "1")]
+    outputs += [run(capsys, command, data) for command in ("inspect", "verify", "plan", "ls")]
+    assert [status for status, *_ in outputs] == [3, 0, 0, 0, 0]
+    for _, out, err in outputs:
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)
+    assert r"bad\x1b]0;title\x07.png" in outputs[0][2]

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
 from click import IntRange
 
 from streamloader.cli.options import option, parse_names, several
-from streamloader.cli.show import counted, print_json, print_table, show_bytes
+from streamloader.cli.show import counted, print_json, print_table, say, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
@@ -112,13 +111,13 @@ def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampl
         facts = {"arrays": [asdict(array) for array in arrays], "reads": [asdict(each) for each in reads]}
         print_json({"url": shown, **facts, "rechunking": cure and asdict(cure)})
         return
-    click.echo(f"{shown}: {counted(len(arrays), 'array')}")
+    say(f"{shown}: {counted(len(arrays), 'array')}")
     rows = [(a.name, a.dtype, ", ".join(a.dims), *_sizes(a), a.codecs, a.problem) for a in arrays]
     print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
     for line in reads_lines(url, reads, cure):
-        click.echo(line)
+        say(line)
     if not sampling.used:
-        click.echo("give --sample-axis to see what samples read")
+        say("give --sample-axis to see what samples read")
 
 
 def _sizes(array: ArraySummary) -> list[str]:

@@ -25,6 +25,7 @@ from streamloader.cli.show import (
     print_result,
     print_table,
     printable,
+    say,
     show_bytes,
     show_classes,
 )
@@ -102,11 +103,11 @@ def convert(
     if as_json:
         print_json({**report.to_dict(), "dry_run": dry_run, "seconds": shown.elapsed})
     elif dry_run:
-        click.echo("\n".join(preview_lines(report.preview)))
+        say("\n".join(preview_lines(report.preview)))
     elif not quiet:
-        click.echo(f"{_converted(report)}, {shown.seconds}")
+        say(f"{_converted(report)}, {shown.seconds}")
     if report.num_left_out:
-        click.echo("\n".join(_skipped(report, options["on_error"])), err=True)
+        say("\n".join(_skipped(report, options["on_error"])), err=True)
         sys.exit(SKIPPED)
 
 
@@ -274,7 +275,7 @@ def lengths(*, url: str, split: str | None, storage_options: dict[str, Any], qui
             text = f"added the lengths of {', '.join(report.fields)} to {report.url}: {version}, {shown.seconds}"
         reports.append({**report.to_dict(), "seconds": shown.elapsed})
         if not quiet and not as_json:
-            click.echo(text)
+            say(text)
     if as_json:
         print_json(reports)
 
@@ -318,7 +319,7 @@ def diff(*, url: str, a: int, b: int, split: str | None, storage_options: dict[s
         print_json(difference.to_dict())
         return
     size = f"{'-' if difference.bytes < 0 else '+'}{show_bytes(abs(difference.bytes))} stored"
-    click.echo(f"version {a} to {b}: {difference}; {size}")
+    say(f"version {a} to {b}: {difference}; {size}")
 
 
 @click.command()
@@ -388,7 +389,7 @@ def verify(*, url: str, bad: str | None, as_json: bool, quiet: bool, **options: 
 
 def _findings(report: VerifyReport) -> Iterator[str]:
     problem = paint("problem:", sys.stdout, fg="red")
-    yield from (f"{problem} {finding.problem}" for finding in report.problems[:PROBLEMS_SHOWN])
+    yield from (f"{problem} {printable(finding.problem)}" for finding in report.problems[:PROBLEMS_SHOWN])
     if len(report.problems) > PROBLEMS_SHOWN:
         yield f"... and {counted(len(report.problems) - PROBLEMS_SHOWN, 'problem')} more, which --json prints"
     if not report.complete:
@@ -398,7 +399,8 @@ def _findings(report: VerifyReport) -> Iterator[str]:
     if report.appending:
         yield "an append is not finished: documents and the ends of shards were not checked"
     elif report.leftovers:
-        yield f"{counted(report.leftovers, 'leftover')} of earlier writers: streamloader rm-incomplete {report.url}"
+        left = counted(report.leftovers, "leftover")
+        yield f"{left} of earlier writers: streamloader rm-incomplete {printable(report.url)}"
     if report.others:
         yield f"{counted(report.others, 'other object')} below the same URL, not part of the dataset"
     verdict = "OK" if report.ok else counted(len(report.problems), "problem")
@@ -407,7 +409,7 @@ def _findings(report: VerifyReport) -> Iterator[str]:
     compared = f", {counted(report.decoded, 'image')} decoded" if report.decoded else ""
     compared += f", {report.compared:,} compared with the source" if report.compared else ""
     read = f"{show_bytes(report.bytes)} in {counted(report.objects, 'object')}"
-    yield f"{report.url}: {verdict}; {samples}{compared}, {read}"
+    yield f"{printable(report.url)}: {verdict}; {samples}{compared}, {read}"
 
 
 @click.command("rm-incomplete")
@@ -429,9 +431,9 @@ def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any], as_js
     found = incomplete.kind != "nothing"
     size = f"{counted(len(incomplete.objects), 'object')}, {show_bytes(incomplete.bytes)}"
     if not as_json:
-        click.echo(printable(incomplete.message))
+        say(printable(incomplete.message))
         if found:
-            click.echo("\n".join(_to_remove(incomplete, size)))
+            say("\n".join(_to_remove(incomplete, size)))
     removes = found and (yes or _confirmed(can_ask=not as_json and sys.stdin.isatty()))
     unlisted = remove_incomplete(store, incomplete) if removes else 0
     more = f"; half-written files and unfinished uploads: {unlisted}" if unlisted else ""
@@ -477,7 +479,7 @@ def cache(*, path: str, clear: str | None, as_json: bool) -> None:
     if as_json:
         print_json([entry._asdict() for entry in found])
     elif not found:
-        click.echo("the cache is empty")
+        say("the cache is empty")
     else:
         rows = [
             (each.digest[:DIGEST_SHOWN], each.url, f"{each.ranges:,}", show_bytes(each.bytes), _when(each.last_read))
@@ -521,13 +523,13 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
         print_json({"url": store.url, "datasets": datasets})
         return
     for facts in datasets:
-        click.echo(f"{store.url}{' split ' + facts['split'] if facts['split'] else ''}\n{_headline(facts)}")
+        say(f"{store.url}{' split ' + facts['split'] if facts['split'] else ''}\n{_headline(facts)}")
         _print_fields(facts)
         for name, orientation in facts["orientation"].items():
-            click.echo(f"EXIF orientation of {name}: {orientation}")
+            say(f"EXIF orientation of {name}: {orientation}")
         classes = facts["provenance"].get("classes")
         for name, class_names in classes.items() if isinstance(classes, dict) else ():
-            click.echo(show_classes(name, class_names))
+            say(show_classes(name, class_names))
 
 
 def _dataset_root(store: Store) -> dict[str, Any] | None:
@@ -642,4 +644,4 @@ def _print_fields(facts: dict[str, Any]) -> None:
             text, unit = "the table is damaged", "rows" if field["kind"] == "ragged" else "bytes"
             if lengths != "damaged":
                 text = f"{lengths['min']} to {lengths['max']} {unit}, median {lengths['median']:.16g}"
-            click.echo(f"lengths of {name}: {text}")
+            say(f"lengths of {name}: {text}")

@@ -18,7 +18,7 @@ from click import IntRange
 from streamloader.cli import arrays
 from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
-from streamloader.cli.show import counted, display, print_json, print_result, print_table, show_bytes
+from streamloader.cli.show import counted, display, print_json, print_result, print_table, say, show_bytes
 from streamloader.cli.terminal import echo, paint
 from streamloader.errors import DestinationError, UsageError
 from streamloader.options import Channels, Clips, Pack, Sampling, Shuffle
@@ -292,13 +292,13 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
     if as_json:
         print_json(planned.to_dict())
         return
-    click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
+    say(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
     lines = [_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]
-    click.echo("\n".join([*lines, *_cache_lines(planned), *_padding_line(planned)]))
+    say("\n".join([*lines, *_cache_lines(planned), *_padding_line(planned)]))
     for begin, later in planned.schedule:
         shown = ", ".join(f"{share:.1%}" for share in later)
-        click.echo(f"schedule  from {begin:,} {planned.schedule_by} on, {shown} of the samples")
-    click.echo(f"reading   {f'more than that: {planned.rereads}' if planned.rereads else 'each block once'}")
+        say(f"schedule  from {begin:,} {planned.schedule_by} on, {shown} of the samples")
+    say(f"reading   {f'more than that: {planned.rereads}' if planned.rereads else 'each block once'}")
     fields = planned.sources[0].field_shares
     right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]
     right += ["requests", "bytes"]
@@ -433,7 +433,7 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
         print_json(result.to_dict())
         return
     measured = f"{result.url}: {result.num_samples:,} samples, batches of {result.batch_size}"
-    click.echo(f"{measured}, the first after {result.first_batch_seconds:.2f} s")
+    say(f"{measured}, the first after {result.first_batch_seconds:.2f} s")
     right = ("samples/s", "MB/s", "CPU s/GB", "requests", "per request")
     print_table(("stage", *right), map(_cells, (*result.ceilings, result.loader)), right)
     limit, colon, rest = result.verdict.partition(":")

@@ -27,6 +27,7 @@ MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before 
 FOLDED = 16  # characters: a table folds longer words
 PIPE_WIDTH = 160  # characters of tables in a pipe, which has no width of its own
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_CONTROLS_IN_LINES = {code: text for code, text in _CONTROLS.items() if chr(code) not in "\n\t"}
 
 
 class Interrupted(click.Abort):
@@ -36,6 +37,11 @@ class Interrupted(click.Abort):
 def printable(text: str) -> str:
     """Return a text without control characters: a terminal obeys those that a dataset may have."""
     return text.translate(_CONTROLS)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines on stdout or stderr, without other control characters: names of files and of fields may have any."""
+    click.echo(text.translate(_CONTROLS_IN_LINES), err=err)
 
 
 def print_json(document: Any) -> None:
@@ -48,7 +54,7 @@ def print_result(document: Any, text: str, *, as_json: bool, quiet: bool = False
     if as_json:
         print_json(document)
     elif not quiet:
-        click.echo(text)
+        say(text)
 
 
 def _finite(value: Any) -> Any:
@@ -112,7 +118,7 @@ def print_table(
     if _narrowest(titles, shown) > console.width:
         for row in shown:
             lines = (f"{title}: {cell}" for title, cell in zip(titles, row, strict=True) if cell)
-            click.echo("\n  ".join(lines))
+            say("\n  ".join(lines))
         return
     for cells in shown:
         table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in cells))
@@ -189,9 +195,9 @@ class Display:
     def print_line(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
-            click.echo(line, err=True)
+            say(line, err=True)
 
     def update(self, progress: Progress) -> None:
         """Show the progress of a conversion, append, export or verification, with its rate."""

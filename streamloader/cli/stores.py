@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from streamloader.cli import options as shared
-from streamloader.cli.show import by_split, counted, display, print_json, print_result, print_table, show_bytes
+from streamloader.cli.show import by_split, counted, display, print_json, print_result, print_table, say, show_bytes
 
 if TYPE_CHECKING:
     from streamloader.maintenance.copy import CopyReport
@@ -31,7 +31,7 @@ def ls(*, url: str, storage_options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json({"url": shown, "datasets": [each.to_dict() for each in found]})
     elif not found:
-        click.echo(f"there is no dataset below {shown}")
+        say(f"there is no dataset below {shown}")
     else:
         print_table(("dataset", "samples", "stored", "version", "splits"), map(_row, found), ("samples", "stored"))
 

@@ -13,6 +13,7 @@ from streamloader.cli import arrays
 from streamloader.cli import options as shared
 from streamloader.cli.measure import parse_clips, parse_image_size, parse_packs
 from streamloader.cli.options import option
+from streamloader.cli.show import say
 from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def serve(server: Server, place: dict[str, int], *, no_browser: bool, as_json: b
         url = redact(server.viewer.url)
         local = server.host in ("localhost", LOOPBACK, "::1")
         about = url if local else f"{url}: whoever reaches {server.host} and has this link can see it"
-        click.echo(json.dumps({"url": url, "link": link}) if as_json else f"{about}\n{link}\nCtrl-C ends it")
+        say(json.dumps({"url": url, "link": link}) if as_json else f"{about}\n{link}\nCtrl-C ends it")
         if not no_browser:
             await asyncio.to_thread(webbrowser.open, link)
         try:
