@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from amounts import examples
-from datasets import assert_threads_end, within
+from datasets import assert_threads_end, within, write
 from folder_server import folder_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -314,6 +314,25 @@ def test_each_rank_is_read_from_its_port_and_all_from_their_folder(url, tmp_path
     assert [stats.samples for stats in scraped] == [each.stats.samples for each in written] == [352, 352]
     assert {each.stats.world_size for each in written} == {2}
     assert all(each.closed for each in written)
+
+
+def test_the_name_and_the_path_of_a_dataset_may_have_any_bytes(tmp_path):
+    folder = Path(os.fsdecode(bytes(tmp_path) + b'/\xff"\n{}'))
+    write(folder, 40, ["x"])
+    dataset = sl.NumpyDataset(str(folder), batch_size=4, num_workers=0)
+    with sl.metrics.serve({'a"\n\udcff': dataset}, port=0) as server:
+        (found,) = read_stats(server.url)
+    assert found.dataset == 'a"\n\\udcff'
+    with sl.metrics.StatsFile(dataset, tmp_path / "stats"):
+        pass
+    assert read_stats(tmp_path / "stats")[0].stats.url == str(folder)
+
+
+@pytest.mark.parametrize("place", [{"host": "a..b"}, {"port": None}, {"port": -1}, {"port": 70_000}], ids=str)
+def test_a_host_or_a_port_that_cannot_be_is_an_error(url, place):
+    dataset = sl.NumpyDataset(url, batch_size=4, num_workers=0)
+    with pytest.raises(UsageError, match="metrics cannot be served"):
+        sl.metrics.serve(dataset, **{"port": 0} | place)
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(url):

@@ -52,7 +52,7 @@ class Metric:
         if self.values:
             yield from (({self.field: each}, float(each == value)) for each in self.values)
         elif self.labels:
-            yield {name: getattr(stats, name) for name in self.labels}, 1
+            yield {name: _label(getattr(stats, name)) for name in self.labels}, 1
         else:
             yield {}, int(bool(value)) if isinstance(value, str) else value
 
@@ -129,4 +129,9 @@ assert {metric.kind for metric in METRICS} == {*get_args(Kind)}
 
 def labels_of(stats: Stats, name: str) -> dict[str, Any]:
     """Return the labels that all metrics of a rank have; `dataset` only if it has a name."""
-    return {"rank": stats.rank, "world_size": stats.world_size, **({"dataset": name} if name else {})}
+    return {"rank": stats.rank, "world_size": stats.world_size, **({"dataset": _label(name)} if name else {})}
+
+
+def _label(text: str) -> str:
+    """Return a text that UTF-8 has: a path of other bytes has half surrogates, for which a scrape would fail."""
+    return text.encode(errors="backslashreplace").decode()

@@ -117,7 +117,7 @@ class Server:
         registry.register(collector)
         try:
             httpd, self._thread = client.start_http_server(port, host, registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, UnicodeError) as error:  # of any host and port
             remedy = "give each rank of a machine a port of its own, such as port=9400 + local rank, or port=0 for any"
             raise UsageError(f"metrics cannot be served at {host}:{port}: {error}", remedy) from error
         self._thread.name = "streamloader-metrics"
