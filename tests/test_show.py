@@ -116,6 +116,12 @@ def test_an_encoded_image_of_more_than_8_bits_is_shown_from_its_least_to_its_lar
         np.testing.assert_allclose(np.asarray(image), np.linspace(0, 255, 60 * 50).reshape(60, 50), atol=2)
 
 
+def test_a_crop_is_shown_in_words():
+    batch = {"image": np.zeros((1, 8, 8, 3), np.uint8), "image_crop": np.array([[59, 2, 83, 99, 1]])}
+    (row,) = rows_of(batch, Looks(images={"image": None}))
+    assert row.cells["image_crop"].text == "99 x 83 from column 2, row 59, flipped"
+
+
 def test_normalised_images_are_images_without_their_dataset():
     pixels = np.random.default_rng(0).normal(size=(2, 24, 32, 3)).astype(np.float32)
     (first, _) = rows_of({"image": torch.from_numpy(pixels).permute(0, 3, 1, 2)}, Looks())

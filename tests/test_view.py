@@ -500,6 +500,9 @@ def test_the_command_says_what_is_wrong(url, tmp_path, capsys):
     assert "without --image-size" in run(capsys, "view", url, "--crop", "random", "--no-browser")[2]
     (tmp_path / "x.json").write_text("{")
     assert "is not JSON" in run(capsys, "view", url, "--state", tmp_path / "x.json")[2]
+    assert "there is no log of losses at" in run(capsys, "view", url, "--losses", tmp_path / "none.jsonl")[2]
+    wrong = run(capsys, "view", url, "--epoch", 0, "--step", 9999, "--no-browser")[2]
+    assert re.search(r"step 9999 of epoch 0, which has \d+ steps; give 0 to \d+", wrong)
     assert "write it as module:function" in run(capsys, "view", url, "--transform", "nothing:here")[2]
     with serving(ViewOptions(RunOptions(url))) as client:
         assert "give another --port" in run(capsys, "view", url, "--port", client.port, "--no-browser")[2]

@@ -33,7 +33,9 @@ def doctor(*, url: str | None, storage_options: dict[str, Any], as_json: bool) -
     if as_json:
         print_json({"ok": not counts["problem"], "checks": [check.to_dict() for check in checks]})
     else:
-        print_table(("check", "status", "found"), [(each.name, each.status, each.found) for each in checks], (), COLORS)
+        # what is optional and not installed is neither right nor wrong
+        rows = [(each.name, "" if each.absent else each.status, each.found) for each in checks]
+        print_table(("check", "status", "found"), rows, (), COLORS)
         for check in checks:
             if check.status != "ok":
                 status = paint(f"{check.status}:", sys.stdout, fg=COLORS[check.status])

@@ -46,7 +46,7 @@ LOOPBACK = "127.0.0.1"
 @option("--tokenizer", metavar="FILE", help="A tokenizer.json (needs tokenizers), or bytes: shows tokens as text.")
 @arrays.window_step_options
 @shared.storage_option
-@option("--host", default=LOOPBACK, help="The address to listen on; of other than loopback, the network can ask too.")
+@option("--host", default=LOOPBACK, help="The address to listen on; any other than the default lets the network ask.")
 @option("--port", type=IntRange(0, 65535), default=0, help="The port to listen on; 0: a free one.")
 @option("--no-browser", is_flag=True, help="Only print the link.")
 @shared.json_option
@@ -66,7 +66,10 @@ def view(*, host: str, port: int, no_browser: bool, as_json: bool, **options: An
     place = {name: value for name in ("step", "epoch") if (value := options.pop(name)) is not None}
     options["step"] = options.pop("window_step")
     place |= {"rank": rank} if (rank := options.pop("rank")) else {}
-    server = Server(Viewer(view_options(options)), host, port)
+    viewer = Viewer(view_options(options))
+    if place:  # a wrong step is an error of the command, before a page is opened
+        viewer.run.place(place.get("step", 0), place.get("epoch"), place.get("rank", 0))
+    server = Server(viewer, host, port)
     serve(server, place, no_browser=no_browser, as_json=as_json)
 
 

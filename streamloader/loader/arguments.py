@@ -874,7 +874,7 @@ def skip_all_but(steps: Sequence[int], offset: int, share: EpochShare) -> EpochS
     count = share.global_steps(offset)
     if not steps or steps[-1] >= count:
         raise UsageError(
-            f"steps {list(steps)[-3:]} of epoch {share.epoch}, which has {count} steps", "give other steps"
+            f"steps {list(steps)[-3:]} of epoch {share.epoch}, which has {count} steps", f"give 0 to {count - 1}"
         )
     end = share.after(offset, count)
     parts = share.skipping(skip_steps(share, steps, offset)).parts(offset)

@@ -75,8 +75,13 @@ OPTIONAL = (
     ("xarray", "xarray", "to_xarray()"),
     ("dask", "dask", "to_dask()"),
     ("matplotlib", "matplotlib", "streamloader plan --plot"),
+    ("prometheus_client", "prometheus-client", "metrics for Prometheus"),
+    ("opentelemetry", "opentelemetry-api", "metrics for OpenTelemetry"),
+    ("tensorboard", "tensorboard", "metrics for TensorBoard"),
+    ("wandb", "wandb", "metrics for Weights & Biases"),
 )
 DECODERS = ("simplejpeg", "cv2", "av")  # native code, imported to find out whether it works
+ABSENT = "not installed"
 EXTENSIONS = ("streamloader.format._rows", "streamloader.order._packing")
 
 
@@ -88,6 +93,11 @@ class Check:
     status: Status
     found: str
     advice: str = ""
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is of an optional package that is not installed."""
+        return self.status == "ok" and self.found.startswith(ABSENT)
 
     def to_dict(self) -> dict[str, str]:
         """Return the check as JSON values."""
@@ -134,7 +144,7 @@ def check_packages() -> Iterator[Check]:
             advice = f"pip install --force-reinstall {package}"
             yield Check(package, "problem", f"{found[module]}, which cannot be imported: {broken[module]}", advice)
         else:
-            missing = f"not installed; for {feature}: pip install {package}"
+            missing = f"{ABSENT}; for {feature}: pip install {package}"
             yield Check(package, "ok", found[module] or missing)
     if _version("opencv-python") and _version("opencv-python-headless"):
         advice = "pip uninstall opencv-python opencv-python-headless, then pip install opencv-python-headless"

@@ -26,6 +26,7 @@ BOXES_SHOWN = 200
 FIRST = "image frames heat video audio "  # the kinds of cells that come first, in this order
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COLUMN_OFFSETS = "_offsets"
+CROP = "_crop"  # of the name of an image's crop: top, left, height, width, and whether it is flipped
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,10 @@ def _row(number: int, values: dict[str, Any], looks: Looks) -> Row:
 def cell(name: str, value: Any, looks: Looks, others: Mapping[str, Any] | None = None) -> Cell:
     """Return what is shown of a value of the column `name`; `others` has the other values of its sample."""
     value = to_numpy(value)
+    if name.endswith(CROP) and name.removesuffix(CROP) in looks.images and np.shape(value) == (5,):
+        top, left, height, width, flipped = value.tolist()
+        text = f"{width} x {height} from column {left}, row {top}{', flipped' * bool(flipped)}"
+        return Cell("number", text, boxes=((left, top, width, height, ""),))
     if isinstance(value, str):
         return Cell("text", _cut(value))
     if isinstance(value, bytes | bytearray | memoryview):

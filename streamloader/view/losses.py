@@ -8,7 +8,7 @@ from heapq import nlargest
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
-from streamloader.errors import StateError
+from streamloader.errors import NotFoundError, StateError
 from streamloader.storage import Store, open_store, split_url
 
 KEPT = 10_000  # samples with the largest losses
@@ -86,7 +86,7 @@ def _step(line: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _files(url: str, storage_options: Mapping[str, Any]) -> tuple[Store, dict[str, int]]:
-    """Return the store of a log, and the sizes of its files by path. Raises `StateError` if there are none."""
+    """Return the store of a log, and the sizes of its files by path. Raises `NotFoundError` if there are none."""
     folder, name = split_url(url)
     store = open_store(folder, storage_options)
     info = store.head(name) if name else None
@@ -95,7 +95,7 @@ def _files(url: str, storage_options: Mapping[str, Any]) -> tuple[Store, dict[st
     store = open_store(url, storage_options)
     found = sorted((info.path, info.size) for info in store.list() if info.path.endswith(".jsonl"))
     if not found:
-        raise StateError(f"{store.url} has no losses", _REMEDY)
+        raise NotFoundError(f"there is no log of losses at {store.url}", _REMEDY)
     return store, dict(found)
 
 
