@@ -339,12 +339,16 @@ class ReferenceClient(ReadOnlyClient):
         folder, name = _split(target)
         with self._opening:
             if folder not in self._stores:
-                location = parse_location(folder, {})
+                elsewhere = f"the reference {key!r} in {self._shown} leads elsewhere, to"
+                try:
+                    location = parse_location(folder, {})
+                except errors.UsageError as error:  # of no address
+                    raise errors.AccessError(f"{elsewhere} {error.problem}", "restore the file") from error
                 options = self._options_for(location, is_relative=is_relative)
                 if options is None:
-                    problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
                     remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
-                    raise errors.AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
+                    remedy = f"{remedy}, and remote_options if it needs credentials"
+                    raise errors.AccessError(f"{elsewhere} {location.shown}", remedy)
                 if location.protocol == "http" and not self._may_redirect:
                     options = checked_redirects(options, same_host=True)
                 host, below = found.groups() if (found := _FOLDER.fullmatch(folder)) else (folder, "")
