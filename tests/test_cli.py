@@ -166,6 +166,16 @@ def test_a_closed_pipe_ends_a_command_without_a_message(numbers):
     assert (process.communicate(timeout=300)[1], process.returncode) == (b"", 1)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full, of Linux")
+@pytest.mark.parametrize("arguments", [["inspect", "{0}", "--json"], ["stats", "{0}", "--output", "/dev/full"]])
+def test_a_full_disk_below_a_result_is_one_line(arguments, numbers):
+    command = [*COMMAND, *(argument.format(numbers) for argument in arguments)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    problem = "error: the result cannot be written: [Errno 28] No space left on device; free some space"
+    assert (done.returncode, done.stderr.count("\n"), done.stderr[: len(problem)]) == (2, 1, problem)
+
+
 def test_options_are_read_as_json_or_text():
     assert parse_options(["a=1", "b=true", 'c={"d": [1]}', "e=x=y", "f="]) == {
         **{"a": 1, "b": True, "c": {"d": [1]}, "e": "x=y", "f": ""}

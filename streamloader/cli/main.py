@@ -1,5 +1,6 @@
 """The command `streamloader`: its subcommands and the printing of errors. Imports stay light, so `--help` is fast."""
 
+import errno
 import sys
 from contextlib import nullcontext, redirect_stdout, suppress
 from itertools import takewhile
@@ -29,7 +30,7 @@ from streamloader.cli.show import INTERRUPTED, print_json
 from streamloader.cli.stores import cp, ls
 from streamloader.cli.terminal import echo, paint
 from streamloader.cli.view import view
-from streamloader.errors import StreamloaderError, UsageError
+from streamloader.errors import StorageError, StreamloaderError, UsageError
 
 BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
 
@@ -76,10 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = BAD_INPUT
-    except (StreamloaderError, click.ClickException) as error:
+    except (StreamloaderError, click.ClickException, OSError) as error:
         from streamloader.storage.url import redact  # takes 0.1 s to import, which --help does not need
 
-        known = _of_our_tree(error) if isinstance(error, click.ClickException) else error
+        known = _of_our_tree(error)
         problem = " ".join(redact(str(known)).split())
         echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {problem}", sys.stderr)
         _print_error(known.code, problem, as_json=as_json)
@@ -91,8 +92,17 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _of_our_tree(error: click.ClickException) -> UsageError:
-    """Return the error of our tree for one of click, of a wrong option or argument."""
+def _of_our_tree(error: StreamloaderError | click.ClickException | OSError) -> StreamloaderError:
+    """Return the error of our tree for one of click, of a wrong option or argument, and for a full disk.
+
+    Raises any other `OSError`.
+    """
+    if isinstance(error, StreamloaderError):
+        return error
+    if isinstance(error, OSError):  # of what the command prints, or of a file for its result
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return StorageError(f"the result cannot be written: {error}", "free some space, or choose another location")
     context = getattr(error, "ctx", None)
     command = PROGRAM if context is None else context.command_path
     return UsageError(error.format_message().rstrip("."), f"see {command} --help")
@@ -100,7 +110,8 @@ def _of_our_tree(error: click.ClickException) -> UsageError:
 
 def _print_error(code: str, message: str, *, as_json: bool) -> None:
     if as_json:
-        print_json({"error": {"code": code, "message": message}})
+        with suppress(OSError):  # of a full disk
+            print_json({"error": {"code": code, "message": message}})
 
 
 if __name__ == "__main__":
