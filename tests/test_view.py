@@ -497,6 +497,7 @@ def test_the_command_prints_its_link_and_ends_by_ctrl_c(url, tmp_path, ctrl_c):
 
 def test_the_command_says_what_is_wrong(url, tmp_path, capsys):
     assert "no dataset; give its URL" in run(capsys, "view")[2]
+    assert "--host is empty; give an address" in run(capsys, "view", url, "--host", "", "--no-browser")[2]
     assert "without --image-size" in run(capsys, "view", url, "--crop", "random", "--no-browser")[2]
     (tmp_path / "x.json").write_text("{")
     assert "is not JSON" in run(capsys, "view", url, "--state", tmp_path / "x.json")[2]

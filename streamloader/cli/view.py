@@ -63,6 +63,8 @@ def view(*, host: str, port: int, no_browser: bool, as_json: bool, **options: An
     from streamloader.view.server import Server
     from streamloader.view.viewer import Viewer
 
+    if not host:  # a server would listen on all addresses
+        raise UsageError("--host is empty", "give an address, or 0.0.0.0 to listen on all of them")
     place = {name: value for name in ("step", "epoch") if (value := options.pop(name)) is not None}
     options["step"] = options.pop("window_step")
     place |= {"rank": rank} if (rank := options.pop("rank")) else {}
