@@ -40,7 +40,11 @@ StreamloaderError
 from typing import Any, ClassVar
 
 MOST_CHARACTERS = 2000  # that `str` shows of a problem, and of a remedy
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+# Characters that a terminal obeys, or that nobody sees: controls, and those without a width or that change the
+# direction of text, by which a name can imitate another one
+_CONTROLS = (*range(32), *range(127, 160), 0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x2028, 0x202F))
+_UNSEEN = (*_CONTROLS, *range(0x2060, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080))
+UNSEEN = {code: f"\\x{code:02x}" if code < 256 else ascii(chr(code))[1:-1] for code in _UNSEEN}
 
 
 class StreamloaderError(Exception):
@@ -69,8 +73,8 @@ class StreamloaderError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """Return a text on one line, of limited length and without control characters: it may quote what others wrote."""
-    text = " ".join(text.split()).translate(_CONTROLS)
+    """Return a text on one line, of limited length, with escapes for `UNSEEN`: it may quote what others wrote."""
+    text = " ".join(text.split()).translate(UNSEEN)
     if len(text) <= MOST_CHARACTERS:
         return text
     left_out = len(text) - MOST_CHARACTERS

@@ -172,6 +172,10 @@ def test_what_a_dataset_has_does_not_reach_the_terminal_as_a_command(capsys):
     print_table(("field",), [("\x1b]0;title\x07\x9b2J",)], ())
     assert r"\x1b]0;title\x07\x9b2J" in capsys.readouterr().out
     assert printable("é\n") == r"é\x0a"
+    assert (
+        printable("sa\u200bfe \u202e\u2066\u2028\ufeff\U000e0041") == r"sa\u200bfe \u202e\u2066\u2028\ufeff\U000e0041"
+    )
+    assert printable("été, 写真, سلام, צילום") == "été, 写真, سلام, צילום"
 
 
 def test_names_of_files_do_not_reach_the_terminal_as_commands(tmp_path, capsys):

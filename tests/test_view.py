@@ -630,6 +630,20 @@ def test_fields_may_have_the_names_of_what_batches_have_besides(tmp_path):
             assert answer.text.count('"mark"') == answer.text.count("padding")
 
 
+def test_no_name_imitates_another_one_by_characters_that_are_not_seen(tmp_path):
+    names = ["ant", "an\u200bt", "\u202etna", "a\u2066nt\ufeff"]
+    for name in names:
+        (tmp_path / "files" / name).mkdir(parents=True)
+        (tmp_path / "files" / name / "0.png").write_bytes(encoded(picture(0), "png"))
+    url = str(tmp_path / "da\u200dta")
+    sl.convert(tmp_path / "files", url, workers=0)
+    with serving(ViewOptions(RunOptions(url))) as client:
+        for page in ("/step", "/samples", "/fields"):
+            text = client.get(page).text
+            assert all(name.encode("unicode_escape").decode() in text for name in (*names, "da\u200dta")), page
+            assert not set("\u200b\u200d\u202e\u2066\ufeff") & set(text), page
+
+
 def test_what_has_no_samples_says_so(tmp_path):
     with serving(ViewOptions(RunOptions(written(tmp_path / "d", {"x": "int64"}, [])))) as client:
         assert "epoch 0 has no steps" in client.get("/step").text

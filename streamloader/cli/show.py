@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from streamloader.cli.terminal import has_colors, has_unicode, progress_line, redraws
+from streamloader.errors import UNSEEN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +27,7 @@ LINE_SECONDS = 5.0  # between two lines of progress, if stderr is not a terminal
 MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before this
 FOLDED = 16  # characters: a table folds longer words
 PIPE_WIDTH = 160  # characters of tables in a pipe, which has no width of its own
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-_CONTROLS_IN_LINES = {code: text for code, text in _CONTROLS.items() if chr(code) not in "\n\t"}
+_UNSEEN_IN_LINES = {code: text for code, text in UNSEEN.items() if chr(code) not in "\n\t"}
 
 
 class Interrupted(click.Abort):
@@ -35,13 +35,13 @@ class Interrupted(click.Abort):
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters: a terminal obeys those that a dataset may have."""
-    return text.translate(_CONTROLS)
+    """Return a text with escapes for controls, which a terminal obeys, and for characters that are not seen."""
+    return text.translate(UNSEEN)
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines on stdout or stderr, without other control characters: names of files and of fields may have any."""
-    click.echo(text.translate(_CONTROLS_IN_LINES), err=err)
+    """Print lines on stdout or stderr, with escapes as `printable`: names of files and of fields may have any."""
+    click.echo(text.translate(_UNSEEN_IN_LINES), err=err)
 
 
 def print_json(document: Any) -> None:

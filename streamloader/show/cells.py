@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.errors import UNSEEN
 from streamloader.show import media
 from streamloader.show.media import Media
 
@@ -146,6 +147,11 @@ def _cut(text: str) -> str:
     return shown if len(text) <= TEXT_SHOWN else f"{shown}... ({len(text):,} characters)"
 
 
+def seen(name: str) -> str:
+    """Return a name with escapes for characters that are not seen, so that it cannot imitate another name."""
+    return name.translate(UNSEEN)
+
+
 def _of_bytes(name: str, data: bytes, looks: Looks, others: Mapping[str, Any]) -> Cell:
     if (of := media.image_size(data)) is not None:
         text = f"{of.format} {of.width} x {of.height}, {len(data):,} bytes{', contrast stretched' * of.deep}"
@@ -201,7 +207,7 @@ def _of_number(name: str, values: NDArray[Any], looks: Looks) -> Cell:
     value = values.item()
     classes = looks.classes.get(name, ())
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(classes):
-        return Cell("class", f"{_cut(str(classes[value]))} ({value})")
+        return Cell("class", f"{seen(_cut(str(classes[value])))} ({value})")
     return Cell("number", str(value))
 
 

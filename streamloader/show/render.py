@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from streamloader.show.cells import Cell, Looks, rows_of
+from streamloader.show.cells import Cell, Looks, rows_of, seen
 from streamloader.show.media import Media
 
 MOST_EMBEDDED = 4 << 20  # bytes of a sound or a video
@@ -32,7 +32,9 @@ def environment() -> Any:
 
     folders = {name: PackageLoader(f"streamloader.{name}") for name in ("show", "view")}
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=PrefixLoader(folders), undefined=StrictUndefined, **options)
+    templates = Environment(loader=PrefixLoader(folders), undefined=StrictUndefined, **options)
+    templates.filters["seen"] = seen
+    return templates
 
 
 def render(template: str, **values: Any) -> str:
