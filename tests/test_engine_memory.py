@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
 
+import streamloader as sl
 from streamloader.engine.arena import Arena, Buffers, machine_memory
 from streamloader.engine.budget import LIVE_BATCHES, MACHINE_SHARE, MAX_THREADS, Budget, Demand, allot, allowance
 from streamloader.engine.memory import NO_SLOT, Memory
@@ -305,3 +306,16 @@ def test_without_a_limit_ranks_share_the_machine():
     huge = Demand(slots=4, slot_bytes=machine_memory(), batch_bytes=10, request_bytes=1000, blocks=100, pieces=1)
     with pytest.raises(MemoryBudgetError, match="but the machine allows it"):
         allot(huge, None)
+
+
+def test_what_each_field_needs_is_computed_a_few_times_however_many_fields_there_are(tmp_path, monkeypatch):
+    calls, demand = [], Rows.demand
+    monkeypatch.setattr(Rows, "demand", staticmethod(lambda *given: calls.append(1) or demand(*given)))
+    fields = {f"f{number}": "float32" for number in range(40)}
+    with sl.Writer(tmp_path / "d", fields) as writer:
+        for _ in range(64):
+            writer.write(dict.fromkeys(fields, 0.0))
+    dataset = sl.NumpyDataset(tmp_path / "d", batch_size=8, shuffle=False, num_workers=0)
+    next(iter(dataset))
+    dataset.close()
+    assert len(fields) <= len(calls) <= 4 * len(fields), "not for each set of fields that memory may hold"

@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -268,7 +268,16 @@ class Engine:
         # if blocks have one sample, a chunk has many blocks, so streaming would fetch each chunk many times
         least = len(small) if share.block == 1 and len(small) == len(self._names) else 0
         sets = [small[:count] for count in range(len(small), least - 1, -1)]
-        return [(resident, self._demand(resident, share, steps_at_once)) for resident in sets]
+        block, rows = share.block, steps_at_once * share.batch
+        decoders, readers = self._config.decoders, {name: self._readers(name) for name in self._names}
+        # once for each field, not for each set
+        held = {name: Rows.resident_demand(readers[name], block, rows, decoders.get(name)) for name in small}
+        streamed = {
+            name: residence_of(each[0]).demand(each, block, rows, decoders.get(name)) for name, each in readers.items()
+        }
+        return [
+            (each, self._demand({name: held[name] for name in each}, streamed, share, steps_at_once)) for each in sets
+        ]
 
     def _readers(self, name: str) -> list[Any]:
         return [dataset.readers[name] for dataset in self.datasets]
@@ -299,15 +308,13 @@ class Engine:
         keys = slot_rows * KEY_BYTES
         return [*fields, replace(fields[0], slot_bytes=keys, item_bytes=0, batch_bytes=rows * self._row_bytes())]
 
-    def _demand(self, resident: Sequence[str], share: EpochShare, steps_at_once: int) -> Demand:
-        """Return the demand with these fields resident."""
-        index, fields = share.plan_bytes(len(resident) == len(self._names)), []
+    def _demand(
+        self, resident: Mapping[str, Demand], streamed: Mapping[str, Demand], share: EpochShare, steps_at_once: int
+    ) -> Demand:
+        """Return the demand with these fields resident and the others streamed."""
+        index, fields = share.plan_bytes(len(resident) == len(self._names)), [*{**streamed, **resident}.values()]
         if self._config.rows:
             fields = self._demand_of_rows(share, steps_at_once * share.batch)
-        for name in () if self._config.rows else self._names:
-            readers = self._readers(name)
-            demand = Rows.resident_demand if name in resident else residence_of(readers[0]).demand
-            fields.append(demand(readers, share.block, steps_at_once * share.batch, self._config.decoders.get(name)))
         whole = Demand.of(
             fields,
             slots=share.slots_needed(steps_at_once),
