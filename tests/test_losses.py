@@ -13,6 +13,7 @@ from datasets import write
 
 import streamloader as sl
 from streamloader.errors import StateError
+from streamloader.storage.json_lines import JsonLines
 from streamloader.view import losses as reader
 from streamloader.view.losses import read_losses
 
@@ -133,3 +134,15 @@ def test_a_log_is_read_in_pieces_and_a_line_is_limited(url, tmp_path, monkeypatc
     monkeypatch.setattr(reader, "MOST_LINE", 200)
     with pytest.raises(StateError, match="a line of over"):
         read_losses(str(tmp_path / "l.jsonl"), {})
+
+
+def test_a_store_that_takes_no_object_is_one_warning_for_a_log(tmp_path):
+    (tmp_path / "log").mkdir()
+    log = JsonLines(f"{tmp_path}/log/", None, "lines are missing")
+    (tmp_path / "log").rmdir()
+    (tmp_path / "log").touch()
+    with pytest.warns(RuntimeWarning, match="lines are missing: .*; later failures are not shown") as warned:
+        for number in range(40):
+            log.write(f"{number}.jsonl", [{"a": 1}])
+        log.close()
+    assert len(warned) == 1

@@ -62,7 +62,7 @@ class BadSamples:
         raise BadSamplesError(f"{problem}; the last is sample {last[0]}: {last[2].problem}", remedy) from last[2]
 
     def write(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines to the log, or write them as its object `name`. A failure of that is a warning."""
+        """Append lines to the log, or write them as its object `name`. The first failure is a warning."""
         self._log.write(name, lines)
 
     def close(self) -> None:

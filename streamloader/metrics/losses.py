@@ -30,8 +30,8 @@ class LossLog:
             losses = cross_entropy(model(batch["image"]), batch["label"], reduction="none")
             log(batch, losses)
 
-    A failure to write is a `RuntimeWarning`. What is left is written by `close()`, or at the end of the process unless
-    it is killed.
+    The first failure to write is a `RuntimeWarning`. What is left is written by `close()`, or at the end of the process
+    unless it is killed.
     """
 
     def __init__(

@@ -29,13 +29,13 @@ class JsonLines:
     """
 
     def __init__(self, log: str | None, options: Mapping[str, Any] | None, problem: str) -> None:
-        self._log, self._problem = log, problem
+        self._log, self._failed = log, _Warning(problem)
         self.is_file = log is None or not ("://" in log or log.endswith("/") or Path(log).is_dir())
         self._store = None if log is None or self.is_file else open_store(log, options)
         self._pending: deque[Future[object]] = deque()
 
     def write(self, name: str, lines: Sequence[Mapping[str, Any]], *, at_once: bool = False) -> None:
-        """Append lines to the file, or write them as the object `name`. A failure of that is a warning.
+        """Append lines to the file, or write them as the object `name`. The first failure is a warning.
 
         `at_once`: wait for the object, and start no thread, as at the end of a process.
         """
@@ -51,21 +51,34 @@ class JsonLines:
             else:
                 self._put(self._store, name, data)
         except (OSError, StorageError) as error:
-            _warn(self._problem, error)
+            self._failed(error)
 
     def _put(self, store: Store, name: str, data: bytes) -> None:
         if not self._pending:
-            Finalizer(self, _wait_for_all, self._pending, self._problem)
+            Finalizer(self, _wait_for_all, self._pending, self._failed)
         self._pending.append(in_thread(lambda: store.put(name, data)))
-        _wait_for_all(self._pending, self._problem, PENDING)
+        _wait_for_all(self._pending, self._failed, PENDING)
 
     def close(self) -> None:
         """Wait for the objects that are being written."""
-        _wait_for_all(self._pending, self._problem)
+        _wait_for_all(self._pending, self._failed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers, which write by themselves."""
         return self.__dict__ | {"_pending": deque()}
+
+
+class _Warning:
+    """Warns of the first failure of a log: on a full disk, each step may fail, with the name of its own object."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem, self._warned = problem, False
+
+    def __call__(self, error: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"{self._problem}: {type(error).__name__}: {message(error)}; later failures are not shown"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -80,15 +93,11 @@ def _append(path: Path, data: bytes) -> None:
             data = data[file.write(data) :]
 
 
-def _wait_for_all(pending: deque[Future[object]], problem: str, most: int = 0) -> None:
+def _wait_for_all(pending: deque[Future[object]], failed: _Warning, most: int = 0) -> None:
     """Wait until at most so many writes are left, each for `EXIT_SECONDS`; a failure is a warning."""
     while len(pending) > most or (pending and pending[0].done()):
         future = pending.popleft()
         if not wait([future], EXIT_SECONDS).done:
-            _warn(problem, TimeoutError(f"an object was not written within {EXIT_SECONDS:.0f} s"))
+            failed(TimeoutError(f"an object was not written within {EXIT_SECONDS:.0f} s"))
         elif (error := future.exception()) is not None:
-            _warn(problem, error)
-
-
-def _warn(problem: str, error: BaseException) -> None:
-    warnings.warn(f"{problem}: {type(error).__name__}: {message(error)}", RuntimeWarning, stacklevel=4)
+            failed(error)
