@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPException
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
@@ -317,6 +318,26 @@ def test_a_log_of_losses_leads_from_a_spike_to_its_samples(folder, url, tmp_path
         assert sum(map(len, pages)) == 2 * COUNT  # of two epochs, without padding
         assert "<title>epoch 1, step 4: not finite</title>" in page.text
         assert page.text.count("<circle") == 2 * -(-COUNT // 12) - 1
+
+
+def test_steps_of_a_mixture_are_those_of_the_log_also_after_its_weights_changed(tmp_path):
+    urls = [written(tmp_path / f"{n}", {"x": "int64"}, [{"x": i} for i in range(n)]) for n in (500, 400)]
+    mixture = NumpyMixture(dict.fromkeys(urls, 0.5), batch_size=8, with_index=True, num_workers=0)
+    trained = []
+    with sl.LossLog(mixture, tmp_path / "l.jsonl") as log:
+        for batch in islice(mixture, 30):
+            log(batch, np.ones(8))
+            trained.append([*zip(batch["source"].tolist(), batch["index"].tolist(), strict=True)])
+            if len(trained) == 10:
+                mixture.set_weights({urls[0]: 0.9, urls[1]: 0.1})
+    mixture.close()
+    found = read_losses(str(tmp_path / "l.jsonl"), {})
+    assert (found.others, len(found.means)) == (0, 30)
+    viewer = Viewer(ViewOptions(RunOptions(None), losses=str(tmp_path / "l.jsonl")))
+    for step in (0, 9, 10, 15, 29):
+        rows = viewer.step(viewer.run.place(step, 0, 0))["rows"]
+        assert [(row.index["source"], row.index["index"]) for row in rows] == trained[step]
+    viewer.close()
 
 
 def logged(url, where, size, seed, first, steps, loss):

@@ -23,7 +23,8 @@ class LossLog:
     `dataset`: a `StreamingDataset`, `NumpyDataset` or mixture. Give it `with_index=True`, so that samples have their
     numbers. `log`: a file, to which all ranks may append; or a URL, or a folder whose path ends with "/", where 100
     batches of a rank become an object. `storage_options`: of the log's store. Create it after you load a state: the
-    first line of a rank has what `describe()` and `state_dict()` of the dataset return.
+    first line of a rank has what `describe()` and `state_dict()` of the dataset return, as has a line after
+    `set_weights()`.
 
         log = sl.LossLog(dataset, "losses.jsonl")
         for batch in dataset:
@@ -38,7 +39,9 @@ class LossLog:
         self, dataset: Any, log: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         self._dataset = dataset
-        self._lines: list[dict[str, Any]] = [{"run": dataset.describe(), "state": dataset.state_dict()}]
+        self._run, state = dataset.describe(), dataset.state_dict()
+        self._phases = state.get("phases")  # of a mixture: its weights, and the positions from which they hold
+        self._lines: list[dict[str, Any]] = [{"run": self._run, "state": state}]
         self._log = JsonLines(os.fspath(log), storage_options, "losses are missing in LossLog")
         self._batches = 1 if self._log.is_file else BATCHES
         self._end = Finalizer(
@@ -60,6 +63,10 @@ class LossLog:
         line = self._dataset.last_step() | {"row": rows.tolist()}
         line |= {name: to_numpy(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
         loss = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[rows].tolist()]
+        state = self._dataset.state_dict()
+        if state.get("phases") != self._phases:  # set_weights(), without which the steps after it had other samples
+            self._phases = state.get("phases")
+            self._lines.append({"run": self._run, "state": state})
         self._lines.append({**line, "loss": loss})
         if len(self._lines) >= self._batches:
             _write(self._log, self._lines)
