@@ -179,6 +179,8 @@ def test_statistics_are_those_of_all_values_or_say_that_they_are_sampled(client,
     assert "<dt>max</dt><dd>89</dd>" in lengths
     classes = client.get("/statistics?field=label").text
     assert '<td>ant</td><td class="number">67</td>' in classes
+    assert "<details open>" in classes
+    assert not re.search("<dt>(min|max|mean|std|median)</dt>", classes)
     monkeypatch.setattr("streamloader.view.facts.EXACT_BYTES", 0)
     monkeypatch.setattr("streamloader.view.facts.EXACT_LENGTHS", 0)
     with serving(ViewOptions(RunOptions(url))) as other:
@@ -213,6 +215,8 @@ def test_the_plan_follows_lanes_window_ranks_and_memory(client):
     assert "by 8 ranks" in more
     assert "8 lanes, window 64" in more
     assert "USD" in run_of
+    assert "the variance of its mean is at most" in run_of
+    assert "design effect" not in run_of
     assert "SL103" in client.get("/plan?memory=1&window=200&lanes=64&batch_size=64").text  # too little memory
     assert "whole number" in client.get("/plan?memory=x").text
     assert "give at most 16,777,216" in client.get("/plan?batch_size=99999999999&world_size=7").text
@@ -421,6 +425,7 @@ def test_a_running_training_is_shown_by_its_file_and_by_its_port(url, tmp_path):
                 text = client.get("/live").text
                 assert re.search(r"<td>1</td><td class=\"number\">0</td>", text)
                 assert "samples/s" in text
+                assert "Steps count from the beginning of epoch 0" in text
                 assert "<section data-part>" in client.get("/live?part=1").text
 
 

@@ -26,7 +26,8 @@ CLASSES = 60  # bars of the most frequent values, if these are numbers of classe
 class Histogram:
     """A histogram of what a field has: `of` says of what, and how many values were read.
 
-    `bars`: (label, count). `ends`: the labels of the axis. `numbers`: names and values, such as the mean.
+    `bars`: (label, count). `ends`: the labels of the axis, "" if the bars are of classes. `numbers`: names and values,
+    such as the mean.
     """
 
     field: str
@@ -86,7 +87,7 @@ def _sampled(dataset: Dataset, name: str, count: int) -> list[Any]:
     return [dataset.read(name, int(start), min(count, int(start) + chunk)) for start in starts]
 
 
-def sampled_statistics(batches: Iterable[Mapping[str, Any]], name: str) -> Histogram:
+def sampled_statistics(batches: Iterable[Mapping[str, Any]], name: str, classes: Sequence[str] = ()) -> Histogram:
     """Return the histogram of a column that no dataset stores as a field, of some batches."""
     columns: list[Any] = [column_of(batch, name) for batch in batches if name in batch]
     parts = [part for column in columns for part in ([column], column)[isinstance(column, list)]]
@@ -94,7 +95,7 @@ def sampled_statistics(batches: Iterable[Mapping[str, Any]], name: str) -> Histo
     if any(isinstance(part, str | bytes) for part in parts):
         return histogram(name, _lengths(parts), f"lengths in bytes, of {samples:,} samples (sampled)")
     values = np.concatenate([np.asarray(part).reshape(-1) for part in parts]) if parts else np.zeros(0)
-    return histogram(name, values, f"{values.size:,} values of {samples:,} samples (sampled)")
+    return histogram(name, values, f"{values.size:,} values of {samples:,} samples (sampled)", classes)
 
 
 def _lengths(values: Iterable[Any]) -> NDArray[np.int64]:
@@ -119,14 +120,17 @@ def histogram(name: str, values: NDArray[Any], of: str, classes: Sequence[str] =
     if not values.size:
         return Histogram(name, of, (), ("", ""), (("values", "none"),))
     wide = values.astype(np.float64)
+    numbers: dict[str, Any] = {}  # of numbers of classes, none of these says anything
     with np.errstate(over="ignore"):  # of sums and squares: infinite is shown
-        numbers = {"min": wide.min(), "max": wide.max(), "mean": wide.mean(), "std": wide.std()}
-        numbers["median"] = np.median(wide)
+        if not classes:
+            numbers = {"min": wide.min(), "max": wide.max(), "mean": wide.mean(), "std": wide.std()}
+            numbers["median"] = np.median(wide)
     shown = [(label, f"{value:.6g}") for label, value in numbers.items()]
     shown += [("not finite", f"{missing:,}")] if missing else []
     bars = _bars(values, classes)
+    of += "; a bar for each class, the most frequent first" if classes else ""
     of += f"; the {CLASSES} most frequent values are drawn" if len(bars) == CLASSES else ""
-    ends = (bars[0][0], bars[-1][0]) if classes else (f"{wide.min():.6g}", f"{wide.max():.6g}")
+    ends = ("", "") if classes else (f"{wide.min():.6g}", f"{wide.max():.6g}")
     return Histogram(name, of, bars, ends, tuple(shown))
 
 

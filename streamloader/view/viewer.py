@@ -209,13 +209,13 @@ class Viewer:
         """Return the histogram of a field. Raises `UsageError` for an unknown one."""
         if name not in self.run.loader.fields:
             raise UsageError(f"field {name!r:.60}", f"choose one of {', '.join(self.run.loader.fields)}")
-        found = self._histograms.get(name)
+        found, classes = self._histograms.get(name), self.run.loader.classes.get(name, ())
         if found is None:
             if self.dataset is not None and name in self.dataset.fields:
                 found = facts.statistics(self.dataset, name)
             else:
-                found = facts.sampled_statistics(self.run.spread(facts.SAMPLED_STEPS), name)
-            found = self._histograms.add(name, facts.with_saved(found, self.saved), 1)
+                found = facts.sampled_statistics(self.run.spread(facts.SAMPLED_STEPS), name, classes)
+            found = self._histograms.add(name, found if classes else facts.with_saved(found, self.saved), 1)
         return found
 
     @cached_property
