@@ -116,7 +116,7 @@ def main() -> None:
 
     samples = {
         "sample_axis": "time",
-        "windows": sl.Window(history="12h", lead="24h"),
+        "windows": sl.Window(history="12h", lead=("24h",)),
         "channels": {"x": sl.Channels(*STATE, *FIXED)},
         "normalize": statistics,
     }
