@@ -375,6 +375,15 @@ class Counters:
         waited = now - requested
         self.add(batches=batches, samples=samples, wait_seconds=waited, first_batch_seconds=waited if first else 0.0)
 
+    def failed(self, requested: float) -> None:
+        """Count the time that a batch was waited for which did not come, unless it is the first one."""
+        now, cpu = time.perf_counter(), time.process_time()
+        with self._lock:
+            if not self._end:
+                return
+            self._end, self._cpu_end = now, cpu
+        self.add(wait_seconds=now - requested)
+
     def snapshot(self, **current: Any) -> Stats:
         """Return the sums so far, with the `current` values of other fields."""
         with self._lock:

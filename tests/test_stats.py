@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import streamloader as sl
-from streamloader.errors import UsageError
+from streamloader.errors import TransformError, UsageError
 from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
@@ -181,6 +181,33 @@ def test_the_first_batch_does_not_count_as_waiting():
         "consumer-bound: training waited 1% of the time; the loader keeps up and was ahead 50% of the time"
     )
     assert Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0).wait_fraction == 1
+
+
+def test_a_wait_that_ends_with_an_error_counts():
+    counters = Counters()
+    counters.failed(time.perf_counter() - 5)
+    assert counters.snapshot().wait_seconds == 0, "before the first batch"
+    counters.delivered(32, 1, time.perf_counter())
+    counters.failed(time.perf_counter() - 25)
+    stats = counters.snapshot()
+    assert stats.wait_seconds >= 25
+    assert stats.limit != "consumer"
+
+
+def test_a_pass_that_ends_with_an_error_has_waited_for_it(tmp_path):
+    def transform(sample):
+        return {"x": 1 // sample["x"]}
+
+    with sl.Writer(tmp_path / "d", {"x": "int64"}, num_samples=8) as writer:
+        for number in range(8):
+            writer.write({"x": 7 - number})
+    dataset = sl.NumpyDataset(tmp_path / "d", batch_size=1, shuffle=False, transform=transform, num_workers=0)
+    before = Stats()
+    with pytest.raises(TransformError):
+        for _ in dataset:
+            before = dataset.stats()
+    assert dataset.stats().batches == before.batches == 7
+    assert dataset.stats().wait_seconds > before.wait_seconds
 
 
 def test_a_snapshot_while_the_first_batch_is_counted_has_no_negative_time(monkeypatch):

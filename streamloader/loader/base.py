@@ -191,7 +191,11 @@ class Pass(Iterator[Columns]):
 
     def _wait(self, pipeline: Pipeline, asked: float) -> Pipeline:
         """Wait for batches, those of the next epoch if this one is over and some are left; return their pipeline."""
-        made = next(pipeline, None)
+        try:
+            made = next(pipeline, None)
+        except StreamloaderError:
+            pipeline.counters.failed(asked)
+            raise
         if made is None:
             pipeline, made = self._begin_following()
         if self._transfers is None:  # otherwise some are not returned at once
