@@ -16,6 +16,7 @@ import pytest
 import zarr
 from amounts import covering
 from commands import run
+from torchrun import run_python
 
 import streamloader as sl
 from streamloader.errors import FieldError, SourceError, UsageError
@@ -109,6 +110,16 @@ def test_an_empty_cell_of_numbers_is_none_and_a_wrong_one_is_bad(tmp_path):
         sl.convert(path, tmp_path / "bad", map=as_json, workers=0)
     sl.convert(path, tmp_path / "texts", map=as_json, columns="n=text", workers=0)
     assert sl.open(tmp_path / "texts")[5000]["seen"] == '{"n": "x"}'
+
+
+def test_workers_import_a_module_of_the_folder_that_a_notebook_runs_in(tmp_path):
+    (tmp_path / "own.py").write_text("def double(sample):\n    return {'x': 2 * int(sample['x'])}\n")
+    np.save(tmp_path / "x.npy", np.arange(6))
+    # as in a notebook, sys.path has "" for the current folder
+    run_python(
+        "-c", "import own, streamloader as sl; sl.convert('x.npy', 'd', map=own.double, workers=1)", cwd=tmp_path
+    )
+    assert sl.open(tmp_path / "d")[:]["x"].tolist() == [0, 2, 4, 6, 8, 10]
 
 
 def test_fields_are_required_of_what_a_map_function_returns(tmp_path):

@@ -203,7 +203,8 @@ class Worker:
         try:
             end, null = theirs.fileno(), subprocess.DEVNULL
             command = [sys.executable, "-P", "-m", "streamloader.conversion.executors", str(end)]
-            env = {**MALLOC_SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            # "" is the current folder, where a notebook imports modules from
+            env = {**MALLOC_SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
             self.process = subprocess.Popen(command, stdin=null, stdout=null, pass_fds=(end,), env=env)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
