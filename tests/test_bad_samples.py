@@ -155,6 +155,7 @@ def test_bad_samples_are_left_out_and_all_others_are_as_they_were(cause, kind, w
         assert {*seen} == {*range(N)} - bad
         lines = logged(log)[len(bad) * epoch :]
         assert sorted(line["sample"] for line in lines) == sorted(bad)
+        assert {line["source"] for line in lines} == {dataset._datasets[0].store.url}
         assert {line["field"] for line in lines} == {{"decode": "image", "transform": None}.get(field, field)}
         for line in lines:
             assert line["epoch"] == epoch

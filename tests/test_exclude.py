@@ -255,6 +255,13 @@ def test_sources_of_a_mixture_take_their_own_lines_of_one_file(url, data, tmp_pa
     assert [dataset.selection.excluded.tolist() for dataset in (first, second)] == [[7, 600], [2, 7]]  # type: ignore[union-attr]
 
 
+def test_a_log_of_another_dataset_excludes_nothing_and_warns(url, data, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(lines({"sample": 3, "source": data(200)}))
+    with pytest.warns(UserWarning, match=f"exclude={log}: all lines are of other datasets, so no sample of {url} is"):
+        assert stream(url, exclude=log).num_samples == stream(url).num_samples
+
+
 WRONG: list[tuple[bytes, str]] = [
     (b"3\n603\n", r"bad, line 2: 603 is out of range: the dataset has 603 samples"),
     (lines({"sample": -1}), "line 1: .*-1.* is out of range"),

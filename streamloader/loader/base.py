@@ -913,12 +913,10 @@ class Loader:
         for row, (number, name, error, _) in faults.items():
             at = bisect_right(firsts, number) - 1
             dataset, sample = self._datasets[at], number - firsts[at]
-            where = {"epoch": plan.epoch, "step": step, "rank": rank, "position": int(plan.positions[row])}
-            source = {"source": dataset.store.url} if len(firsts) > 1 else {}
-            stored = dataset.object_of(name, sample) if name else None
-            lines.append(
-                {**where, **source, "sample": sample, "field": name or None, "error": str(error), "object": stored}
-            )
+            line = {"epoch": plan.epoch, "step": step, "rank": rank, "position": int(plan.positions[row])}
+            stored = {"object": dataset.object_of(name, sample) if name else None}
+            lines.append({**line, "source": dataset.store.url, "sample": sample, "field": name or None, **stored})
+            lines[-1]["error"] = str(error)
         self._engine().counters.add(bad_samples=len(lines))
         self._bad.write(f"{plan.epoch:06}-{step:08}-{cursor.share.world.rank:05}.jsonl", lines)
         self._bad.check(faults[max(faults)], rank)

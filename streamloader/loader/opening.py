@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 from streamloader.zarr.coordinates import time_labels
 from streamloader.zarr.sampling import open_arrays
+
+OTHER_LINES = "exclude={}: all lines are of other datasets, so no sample of {} is left out"
 
 
 def open_dataset(
@@ -194,8 +197,10 @@ def _exclude(source: Source, selection: Ints | None, num_samples: int, store: St
 
     if isinstance(choice, str | os.PathLike):
         own = {"split": source.split, "source": store.url}
-        files = number_files(store, choice, "exclude")
+        files = list(number_files(store, choice, "exclude"))
         choice = np.concatenate([parse_lines(data, name, num_samples, own) for name, data in files])
+        if not choice.size and any(data.strip() for _, data in files):
+            warnings.warn(OTHER_LINES.format(source.exclude, store.url), stacklevel=2)
     excluded = distinct(in_range(whole_numbers(choice, "exclude"), num_samples, "exclude"))
     return exclude(selection, excluded, num_samples)
 
