@@ -71,7 +71,7 @@ def choose_workers(
     if 1 < cores < LEAST_CORES and transform_seconds >= SLOW_TRANSFORM:
         return cores, f"the transform takes {1e3 * transform_seconds:.1f} ms for each sample, on {cores} cores"
     if cores < LEAST_CORES:
-        return 0, f"threads of one process keep {cores} cores busy"
+        return 0, f"threads of one process keep {cores} core{'s' * (cores > 1)} busy"
     if cores > MOST_COPYING and not computes:
         return MOST_COPYING, f"more of the {cores} cores would only wait, since nothing is decoded or transformed"
     return cores - 1, f"this rank has {cores} cores, and one is for training"

@@ -316,7 +316,8 @@ def check_url(url: str, options: Mapping[str, Any] | None, manifests: list[Manif
     yield found
     if found.status == "ok":
         yield _check_latency(store)
-    yield from _check_listing(store)
+    # after a problem a failure has the same cause
+    yield from (check for check in _check_listing(store) if check.status == "ok" or found.status != "problem")
 
 
 def _problem(name: str, error: StreamloaderError, clean: Callable[[str], str]) -> Check:
