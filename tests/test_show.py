@@ -122,6 +122,26 @@ def test_a_crop_is_shown_in_words():
     assert row.cells["image_crop"].text == "99 x 83 from column 2, row 59, flipped"
 
 
+@pytest.mark.parametrize("fit", [None, "best"])
+def test_packed_rows_have_a_cell_of_their_documents_apart_and_no_padding(tmp_path, fit):
+    with sl.Writer(tmp_path / "d", {"tokens": "ragged:int32"}) as writer:
+        for i in range(1, 9):
+            writer.write({"tokens": np.full(9 * i, i, np.int32)})
+    loader = sl.NumpyDataset(
+        tmp_path / "d", batch_size=8, pack={"tokens": sl.Pack(64, fit=fit)}, remainder="uneven", with_index=True
+    )
+    batch = next(iter(loader))
+    looks = Looks(fields=loader.fields, tokens=lambda numbers: [f"<{number}>" for number in numbers])
+    rows = rows_of(batch, looks)
+    assert [list(row.cells) for row in rows] == [["tokens"]] * len(batch["tokens"])
+    texts = [piece for row in rows for piece in row.cells["tokens"].pieces]
+    assert all(len(set(piece)) == 1 for piece in texts)
+    found = [int(text.strip("<>")) for piece in texts for text in piece]
+    assert sorted(found) == [i for i in range(1, 9) for _ in range(9 * i)]
+    paddings = sum(int(row.cells["tokens"].text.rpartition(" ")[2]) for row in rows)
+    assert paddings == batch["tokens"].size - len(found)
+
+
 def test_normalised_images_are_images_without_their_dataset():
     pixels = np.random.default_rng(0).normal(size=(2, 24, 32, 3)).astype(np.float32)
     (first, _) = rows_of({"image": torch.from_numpy(pixels).permute(0, 3, 1, 2)}, Looks())

@@ -23,6 +23,7 @@ from folder_server import folder_server
 from viewing import FIELDS, HOSTILE, Client, serving, value
 
 import streamloader as sl
+from streamloader.cli.view import view, view_options
 from streamloader.errors import StateError, UsageError
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.options import Sampling
@@ -473,6 +474,8 @@ def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
     ) as client:
         text = client.get("/step").text
         assert text.count('class="document"') > 4
+        assert "tokens_documents" not in text
+        assert "tokens_positions" not in text
     a, b = sl.Source(url, where=slice(0, 90)), sl.Source(url, where=slice(90, 200))
     mixture = NumpyMixture({a: 0.5, b: 0.5}, batch_size=8, fields=["label"], num_workers=0, with_index=True)
     with serving(ViewOptions(RunOptions(None, description=mixture.describe()))) as client:
@@ -481,6 +484,19 @@ def test_packed_rows_mixtures_and_clips_are_shown(url, tmp_path):
         assert [int(source) for source, _ in found] == batch["source"].tolist()
         assert [int(index) for _, index in found] == batch["index"].tolist()
         assert "streamloader plan" in client.get("/order").text
+
+
+def test_pack_means_the_same_to_view_and_to_plan(url):
+    context = view.make_context("view", [url, "--fields", "tokens", "--pack", "tokens=65"])
+    left_out = "step", "epoch", "rank", "host", "port", "no_browser", "as_json"
+    given = {name: value for name, value in context.params.items() if name not in left_out}
+    given["step"] = given.pop("window_step")
+    opened = Run(view_options(given).run)
+    (rows,) = opened.loader.replay(0, [0])
+    opened.close()
+    assert rows["tokens"].shape == (32, 65)
+    assert "tokens_documents" in rows
+    assert opened.loader._fields == ("tokens",)
 
 
 def test_numbers_that_are_no_tokens_are_shown_as_numbers():
@@ -531,6 +547,7 @@ def test_the_command_says_what_is_wrong(url, tmp_path, capsys):
     wrong = run(capsys, "view", url, "--epoch", 0, "--step", 9999, "--no-browser")[2]
     assert re.search(r"step 9999 of epoch 0, which has \d+ steps; give 0 to \d+", wrong)
     assert "write it as module:function" in run(capsys, "view", url, "--transform", "nothing:here")[2]
+    assert "SL101" in run(capsys, "view", url, "--pack", "tokens=65", "--no-browser")[2]
     with serving(ViewOptions(RunOptions(url))) as client:
         assert "give another --port" in run(capsys, "view", url, "--port", client.port, "--no-browser")[2]
 
@@ -702,6 +719,8 @@ def test_numbers_of_packed_rows_lead_to_no_sample(url, tmp_path):
     with serving(ViewOptions(RunOptions(None), losses=str(tmp_path / "losses.jsonl"))) as client:
         for page in ("/step", "/losses"):
             assert shown(client.get(page)) == []
+        assert "batches of 2 documents" in client.get("/step").text
+        assert "loss 1" not in client.get("/step").text
         assert len(shown(client.get("/samples"))) == 60
 
 

@@ -141,7 +141,7 @@ def parse_packs(text: str) -> dict[str, int]:
 @option(
     "--pack",
     parse=parse_packs,
-    help="The field and the length of the rows that documents are packed into: tokens=2049.",
+    help='The field and the length of the rows that documents are packed into, with fit="best": tokens=2049.',
 )
 @option("--clips", parse=parse_clips, help="The field of videos, and its clips: video=16,stride=2,step=8.")
 @option("--join", metavar="URL", help="The dataset that has more fields for the samples of each URL.")
@@ -172,7 +172,7 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     names = "weigh", "stop", "unit", "schedule", "schedule_by"
     mixture = {name: value for name in names if (value := options.pop(name)) not in (None, {})}
     options["replacement"] = not options.pop("no_replacement")
-    options["pack"] = _packs(options["pack"], split=not options.pop("no_split"))
+    options["pack"] = packs(options["pack"], split=not options.pop("no_split"))
     if isinstance(weights, str) and len(urls) == 1:
         options["weights"], weights = weights, None
     mixed = weights is not None or len(urls) > 1 or bool(mixture)
@@ -196,7 +196,8 @@ def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path |
     print_result(planned.to_dict(), "\n".join(forecast_lines(planned)), as_json=as_json)
 
 
-def _packs(lengths: Mapping[str, int] | None, *, split: bool) -> dict[str, Pack] | None:
+def packs(lengths: Mapping[str, int] | None, *, split: bool = True) -> dict[str, Pack] | None:
+    """Return what `--pack` asks for: rows that documents fit best. Raises `UsageError` for `--no-split` without it."""
     if lengths is None and not split:
         raise UsageError("--no-split without --pack", "give both, or leave it out: --pack tokens=2049 --no-split")
     if lengths is None:

@@ -11,7 +11,7 @@ from click import IntRange
 
 from streamloader.cli import arrays
 from streamloader.cli import options as shared
-from streamloader.cli.measure import parse_clips, parse_image_size, parse_packs
+from streamloader.cli.measure import packs, parse_clips, parse_image_size, parse_packs
 from streamloader.cli.options import option
 from streamloader.cli.show import say
 from streamloader.errors import UsageError
@@ -40,7 +40,8 @@ LOOPBACK = "127.0.0.1"
 @shared.where_option
 @option("--image-size", parse=parse_image_size, metavar="SIZE|HxW", help="Size of decoded images, 224 or 192x256.")
 @option("--crop", type=click.Choice(["random", "center"]), help="How the run crops images, with --image-size.")
-@option("--pack", parse=parse_packs, help="Documents are packed into rows: tokens=2049.")
+@shared.fields_option
+@option("--pack", parse=parse_packs, help='Documents are packed into rows, with fit="best": tokens=2049.')
 @option("--clips", parse=parse_clips, help="The field of videos, and its clips: video=16,stride=2,step=8.")
 @option("--transform", metavar="MODULE:NAME", help="The transform of the run, a function of a module here. It is run.")
 @option("--tokenizer", metavar="FILE", help="A tokenizer.json (needs tokenizers), or bytes: shows tokens as text.")
@@ -91,6 +92,7 @@ def view_options(options: dict[str, Any]) -> ViewOptions:
         raise UsageError(f"--crop {crop} without --image-size", "give both")
     sampling, no_shuffle = arrays.take_sampling(options), options.pop("no_shuffle")
     transform, world_size = options.pop("transform"), options.pop("world_size")
+    options["pack"] = packs(options["pack"])
     given = {name: value for name, value in options.items() if value is not None}
     given |= {"decode": Decode(size=size, crop=crop)} if size else {}
     given |= {"shuffle": False} if no_shuffle else {}

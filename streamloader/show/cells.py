@@ -27,6 +27,7 @@ BOXES_SHOWN = 200
 FIRST = "image frames heat video audio "  # the kinds of cells that come first, in this order
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COLUMN_OFFSETS = "_offsets"
+_DOCUMENTS, _POSITIONS = "_documents", "_positions"  # of the elements of packed rows
 CROP = "_crop"  # of the name of an image's crop: top, left, height, width, and whether it is flipped
 
 
@@ -83,6 +84,7 @@ def rows_of(batch: Mapping[str, Any], looks: Looks, most: int | None = None) -> 
 
     Values that cannot be shown are shown as texts.
     """
+    batch = _with_documents(batch)
     columns = {name: column_of(batch, name) for name in batch if name.removesuffix(_COLUMN_OFFSETS) not in batch}
     columns |= {name: column_of(batch, name) for name in batch if not name.endswith(_COLUMN_OFFSETS)}
     lengths = [len(column) for column in columns.values()]
@@ -90,6 +92,21 @@ def rows_of(batch: Mapping[str, Any], looks: Looks, most: int | None = None) -> 
     columns = {name: column for name, column in columns.items() if len(column) == count}
     shown = range(count if most is None else min(most, count))
     return [_row(number, {name: column[number] for name, column in columns.items()}, looks) for number in shown]
+
+
+def _with_documents(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rows of a batch of documents that were packed without `fit`, with the document of each element.
+
+    What there is for each document is left out: rows have several, and parts of them. Other batches are unchanged.
+    """
+    packed: dict[str, Any] = {}
+    for name in batch:
+        values, offsets = to_numpy(batch[name]), to_numpy(batch.get(name + _COLUMN_OFFSETS))
+        if np.ndim(offsets) == 1 and np.size(offsets) and np.ndim(values) == 2 and len(values) < offsets[-1]:
+            places = np.arange(np.size(values))
+            of = np.where(places < offsets[-1], np.searchsorted(offsets, places, side="right") - 1, -1)
+            packed |= {name: values, name + _DOCUMENTS: of.reshape(np.shape(values))}
+    return packed or batch
 
 
 def column_of(batch: Mapping[str, Any], name: str) -> Sequence[Any] | NDArray[Any]:
@@ -121,9 +138,19 @@ def _row(number: int, values: dict[str, Any], looks: Looks) -> Row:
     flags = {name for name, value in own.items() if name in MARKS and isinstance(value, bool | np.bool_)}
     marks = tuple(text for name, (sign, text) in MARKS.items() if name in flags and bool(own[name]) is sign)
     values = {name: value for name, value in values.items() if name not in flags | index.keys()}
-    cells = {name: cell(name, value, looks, values) for name, value in values.items()}
+    cells = {
+        name: cell(name, value, looks, values)
+        for name, value in values.items()
+        if name in looks.fields or not _of_packed_row(name, values)
+    }
     cells = dict(sorted(cells.items(), key=lambda pair: FIRST.find(pair[1].kind) % len(FIRST)))
     return Row(number, cells, marks, index)
+
+
+def _of_packed_row(name: str, others: Mapping[str, Any]) -> bool:
+    """Return whether a column has the document or the position of each element of a packed row, another column."""
+    of = name.removesuffix(_DOCUMENTS).removesuffix(_POSITIONS)
+    return of != name and of in others and np.ndim(others[of]) == 1 and np.shape(others[name]) == np.shape(others[of])
 
 
 def cell(name: str, value: Any, looks: Looks, others: Mapping[str, Any] | None = None) -> Cell:
@@ -229,18 +256,21 @@ def _of_pixels(values: NDArray[Any], normalization: Any = None) -> Cell:
 
 
 def _of_tokens(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str, Any]) -> Cell:
-    """Return tokens as texts, or as their numbers; those of packed rows by document."""
-    shown = values[:TOKENS_SHOWN]
-    documents = to_numpy(others.get(f"{name}_documents"))
+    """Return tokens as texts, or as their numbers; those of packed rows by document, without padding."""
+    shown, text = values[:TOKENS_SHOWN], describe(values)
+    documents = to_numpy(others.get(name + _DOCUMENTS))
     edges = [0, len(shown)]
     if isinstance(documents, np.ndarray) and documents.shape == values.shape:
-        edges = [0, *(np.flatnonzero(np.diff(documents[:TOKENS_SHOWN])) + 1).tolist(), len(shown)]
-    texts = list(map(str, shown.tolist()))
+        real = documents[documents >= 0]
+        shown, documents = values[documents >= 0][:TOKENS_SHOWN], real[:TOKENS_SHOWN]
+        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(shown)]
+        text += f", {len(np.unique(real))} documents, padding {len(values) - len(real)}"
+    texts = [f"{number} " for number in shown.tolist()]
     if looks.tokens is not None:
         texts = [_cut(text) for text in looks.tokens(shown.tolist())]
     pieces = tuple(tuple(texts[begin:end]) for begin, end in pairwise(edges))
     more = f", the first {TOKENS_SHOWN} shown" if len(values) > TOKENS_SHOWN else ""
-    return Cell("tokens", f"{describe(values)}{more}", pieces=pieces)
+    return Cell("tokens", f"{text}{more}", pieces=pieces)
 
 
 def describe(values: NDArray[Any]) -> str:

@@ -19,7 +19,7 @@ from streamloader.loader.arguments import Source
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.loader.describe import read_description
-from streamloader.options import Decode, Sampling, whole
+from streamloader.options import Decode, Pack, Sampling, whole
 from streamloader.storage import open_store, split_url
 from streamloader.storage.url import redact
 
@@ -180,7 +180,14 @@ class Run:
         """What steps are of, as text."""
         batch, shuffled = self.loader._options.batch_size, self.loader._options.shuffle is not False
         order = f"shuffled with seed {self.loader._options.seed}" if shuffled else "in stored order"
-        return f"{self.size:,} rank{'s' if self.size > 1 else ''}, batches of {batch}, {order}"
+        unit = " documents" * self.of_documents
+        return f"{self.size:,} rank{'s' if self.size > 1 else ''}, batches of {batch}{unit}, {order}"
+
+    @property
+    def of_documents(self) -> bool:
+        """Whether batches are of documents that are packed without `fit`: so many documents in fewer or more rows."""
+        packs = (self.loader._options.pack or {}).values()
+        return any(not isinstance(pack, Pack) or pack.fit is None for pack in packs)
 
     @property
     def _even(self) -> bool:

@@ -164,6 +164,7 @@ class Viewer:
         batch = self.run.batch(place)
         return {
             "rows": rows_of(batch, self.looks),
+            "unit": "packed rows" if self.run.loader._options.pack else "samples",
             "losses": self.losses_of(place),
             "steps": self.run.steps(place.epoch),
             "overview": self._overview,
@@ -176,7 +177,8 @@ class Viewer:
 
     def losses_of(self, place: Place) -> dict[int, float]:
         """Return the losses of the rows of a step, as far as they are among the largest that are kept."""
-        found = [] if self.losses is None else self.losses.largest
+        # the losses of documents are those of no row
+        found = [] if self.losses is None or self.run.of_documents else self.losses.largest
         return {each.row: each.loss for each in found if each[1:4] == (place.epoch, place.step, place.rank)}
 
     def stored(self, split: str | None, where: str | None) -> Stored:
