@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import zarr
 from datasets import EPS, encoded, picture
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from PIL import Image
 from viewing import FIELDS, HOSTILE, sound, value
 
 import streamloader as sl
+from streamloader.loader.showing import looks_of
 from streamloader.show import media
 from streamloader.show.cells import Looks, cell, rows_of
 from streamloader.show.render import show_batch
@@ -140,6 +142,33 @@ def test_packed_rows_have_a_cell_of_their_documents_apart_and_no_padding(tmp_pat
     assert sorted(found) == [i for i in range(1, 9) for _ in range(9 * i)]
     paddings = sum(int(row.cells["tokens"].text.rpartition(" ")[2]) for row in rows)
     assert paddings == batch["tokens"].size - len(found)
+
+
+@pytest.mark.parametrize("lead", [2, (1, 3)])
+@pytest.mark.parametrize("days", [np.arange(30), np.arange(30)[::-1]])
+def test_frames_of_windows_have_their_times_and_channels(tmp_path, days, lead):
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=3)
+    times = group.create_array("time", shape=(30,), dtype="i8", dimension_names=("time",))
+    times[:] = days
+    times.attrs["units"] = "days since 2001-01-01"
+    for offset, name in ((0.0, "<b>u"), (100.0, "v")):
+        array = group.create_array(name, shape=(30, 8, 9), dtype="f4", dimension_names=("time", "y", "x"))
+        array[:] = np.broadcast_to(days[:, None, None] + offset, (30, 8, 9))
+    window = sl.Window(history=3, lead=lead, step=2)
+    channels = sl.Channels("<b>u", "v")
+    loader = sl.NumpyDataset(
+        str(tmp_path / "a.zarr"), batch_size=2, sample_axis="time", windows=window, channels=channels, num_workers=0
+    )
+    looks, batch = looks_of(loader), next(iter(loader))
+    present = batch["channels"][0, -1, 0, 0, 0]
+    for name in ("channels", "channels_target"):
+        captions = rows_of(batch, looks)[0].cells[name].captions
+        planes = batch[name][0].reshape(-1, 8, 9)[:, 0, 0]
+        assert len(captions) == len(planes)
+        for caption, plane in zip(captions, planes, strict=True):
+            time, channel = caption.split(", ")
+            assert plane == present + int(time[1:] or 0) + 100 * (channel == "v")
+    assert "&lt;b&gt;u</span>" in show_batch(batch, looks).html
 
 
 def test_normalised_images_are_images_without_their_dataset():

@@ -448,6 +448,7 @@ def test_windows_of_arrays_in_place_are_frames_and_patches_are_drawn_on_their_ar
         assert "&lt;b&gt;u" in page.text
         assert "<b>u" not in page.text
         assert page.text.count('class="cell frames"') == 8
+        assert re.findall(r'class="about">(t[-+\d]*)<', page.text)[:8] == [*["t-2", "t-1", "t"] * 2, *["t+1"] * 2]
         assert "<h2>index " in page.text
         for other in ("/samples", "/fields", "/statistics", "/statistics?field=t", "/order", "/plan"):
             assert client.get(other).status == 200, other

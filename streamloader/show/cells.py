@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,14 @@ class Cell:
     """A value of a sample as it is shown.
 
     `kind`: the macro that renders it. `text`: the value, or its type and range. `media`: images, a sound or a video.
-    `points`: of a plot. `pieces`: the texts of tokens, by document. `size`: the (width, height) in which `boxes` are
-    given, each of which is (x, y, width, height, label).
+    `captions`: of images, or empty. `points`: of a plot. `pieces`: the texts of tokens, by document. `size`: the
+    (width, height) in which `boxes` are given, each of which is (x, y, width, height, label).
     """
 
     kind: str
     text: str
     media: tuple[Media, ...] = ()
+    captions: tuple[str, ...] = ()
     points: str = ""
     pieces: tuple[tuple[str, ...], ...] = ()
     size: tuple[int, int] = (0, 0)
@@ -56,7 +57,8 @@ class Looks:
     `classes`: class names by column. `images`: the columns of decoded images, each with the (mean, std) that they were
     normalised by, or None. `boxes`: the column of boxes, and whether they are corners, by the column of their image.
     `tokens`: returns the texts of token numbers, by a tokenizer. `fields`: the columns that are stored, and so are no
-    number or mark of a sample, whatever their names.
+    number or mark of a sample, whatever their names. `axes`: what each element is, along each axis but the last two, by
+    column, such as the names of channels.
     """
 
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Looks:
     boxes: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     tokens: Callable[[Sequence[int]], Sequence[str]] | None = None
     fields: Collection[str] = ()
+    axes: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,10 @@ def _of_array(name: str, values: NDArray[Any], looks: Looks, others: Mapping[str
     limits = media.value_range(planes[:FRAMES_SHOWN])
     frames = tuple(media.heat_map(plane, limits) for plane in planes[:FRAMES_SHOWN])
     more = f", {len(planes)} planes, the first {FRAMES_SHOWN} shown" if len(planes) > FRAMES_SHOWN else ""
-    return Cell("frames" if len(planes) > 1 else "heat", text + more, frames)
+    axes = looks.axes.get(name, ())
+    fits = values.ndim > 2 and tuple(map(len, axes)) == values.shape[:-2]  # a transform may change it
+    captions = tuple(seen(", ".join(each)) for each in islice(product(*axes), FRAMES_SHOWN)) if fits else ()
+    return Cell("frames" if len(planes) > 1 else "heat", text + more, frames, captions)
 
 
 def _are_pixels(values: NDArray[Any]) -> bool:
