@@ -81,7 +81,7 @@ OPTIONAL = (
     ("wandb", "wandb", "metrics for Weights & Biases"),
 )
 DECODERS = ("simplejpeg", "cv2", "av")  # native code, imported to find out whether it works
-ABSENT = "not installed"
+ABSENT = "not installed; for "
 EXTENSIONS = ("streamloader.format._rows", "streamloader.order._packing")
 
 
@@ -144,7 +144,7 @@ def check_packages() -> Iterator[Check]:
             advice = f"pip install --force-reinstall {package}"
             yield Check(package, "problem", f"{found[module]}, which cannot be imported: {broken[module]}", advice)
         else:
-            missing = f"{ABSENT}; for {feature}: pip install {package}"
+            missing = f"{ABSENT}{feature}: pip install {package}"
             yield Check(package, "ok", found[module] or missing)
     if _version("opencv-python") and _version("opencv-python-headless"):
         advice = "pip uninstall opencv-python opencv-python-headless, then pip install opencv-python-headless"

@@ -40,13 +40,13 @@ class LossLog:
     ) -> None:
         self._dataset = dataset
         self._run, state = dataset.describe(), dataset.state_dict()
-        self._phases = state.get("phases")  # of a mixture: its weights, and the positions from which they hold
+        # of a mixture: its weights, and the positions from which they hold; None of a dataset
+        self._phases = state.get("phases")
         self._lines: list[dict[str, Any]] = [{"run": self._run, "state": state}]
         self._log = JsonLines(os.fspath(log), storage_options, "losses are missing in LossLog")
         self._batches = 1 if self._log.is_file else BATCHES
-        self._end = Finalizer(
-            self, partial(_write, at_once=True), self._log, self._lines
-        )  # of an exception in training
+        # of an exception in training
+        self._end = Finalizer(self, partial(_write, at_once=True), self._log, self._lines)
 
     def __call__(self, batch: Mapping[str, Any], losses: Any) -> None:
         """Log the losses of the batch that the dataset returned last: a tensor or an array of shape (samples,).
@@ -63,9 +63,9 @@ class LossLog:
         line = self._dataset.last_step() | {"row": rows.tolist()}
         line |= {name: to_numpy(batch[name])[rows].tolist() for name in ("index", "source") if name in batch}
         loss = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[rows].tolist()]
-        state = self._dataset.state_dict()
+        state = {} if self._phases is None else self._dataset.state_dict()
         if state.get("phases") != self._phases:  # set_weights(), without which the steps after it had other samples
-            self._phases = state.get("phases")
+            self._phases = state["phases"]
             self._lines.append({"run": self._run, "state": state})
         self._lines.append({**line, "loss": loss})
         if len(self._lines) >= self._batches:
